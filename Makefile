@@ -1,0 +1,44 @@
+# What can be run here? `make help` lists it. Everything below works from a clean clone with Python 3.11 and nothing else.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3 python,$(shell command -v $(name) 2>/dev/null)))
+PY := .venv/bin/python
+# One thread a process: ranks and engine share the cores, and threads that wait for each other spin.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo-model smollm2-model train train-smollm2 test test-faults lint bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+install:  ## fill .venv (instant where nothing has changed)
+	@test -n "$(PYTHON)" || { echo "install: no Python found; install Python 3.11 or run \`make PYTHON=/path/to/python3.11 ...\`" >&2; exit 1; }
+	@$(PYTHON) scripts/install.py
+
+demo-model: install  ## tokenizer, data and warm-started tiny Llama of configs/demo_cpu.yaml, cached in .cache/demo
+	@$(PY) scripts/demo_model.py
+
+smollm2-model: install  ## SmolLM2-135M-Instruct as a Hugging Face folder, cached in .cache/smollm2-135m
+	@$(PY) scripts/smollm2_model.py
+
+train: demo-model  ## PPO on the tiny Llama: pp2 x vpp2, critic, reference, real vLLM
+	@.venv/bin/megappo train configs/demo_cpu.yaml
+
+train-smollm2: smollm2-model  ## PPO on SmolLM2-135M-Instruct: pp2 x vpp3, critic, real vLLM
+	@.venv/bin/megappo train configs/smollm2_135m_cpu.yaml
+
+test: install  ## all tests
+	@$(PY) -m pytest -q -p no:cacheprovider
+
+test-faults: install  ## only the tests that kill or starve ranks on purpose
+	@$(PY) -m pytest -q -p no:cacheprovider -m faults
+
+lint: install  ## ruff, mypy, import contracts
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+bench: install  ## every benchmark; results in benchmarks/results/
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+clean:  ## remove cached models and tool caches (neither .venv nor runs/)
+	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build megappo.egg-info

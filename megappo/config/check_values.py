@@ -1,0 +1,142 @@
+"""Are the numbers possible? Ranges of single keys, and the arithmetic of batches. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+
+from megappo.config.resolve import Command
+from megappo.config.schema import Config, UpdateConfig
+
+_Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
+
+_COMMON: tuple[_Range, ...] = (
+    ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "rollout.max_prompt_tokens", "rollout.max_new_tokens", "data.task_size")),
+    ("at least 0", lambda v: v >= 0, ("run.seed",)),
+    ("more than 0", lambda v: v > 0, ("run.watchdog_s",)),
+)
+_UPDATE: tuple[_Range, ...] = (
+    ("at least 1", lambda v: v >= 1, ("mini_batch_size", "micro_batch_size", "epochs")),
+    ("more than 0", lambda v: v > 0, ("optimizer.lr", "optimizer.eps")),
+    ("at least 0", lambda v: v >= 0, ("optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad")),
+    ("between 0 and 1", lambda v: 0 <= v <= 1, ("optimizer.min_lr_ratio",)),
+)
+_TRAIN: tuple[_Range, ...] = (
+    ("at least 1", lambda v: v >= 1, ("trainer.steps", "trainer.batch_size", "rollout.n", "rollout.tp", "rollout.max_num_seqs")),
+    ("at least 1", lambda v: v >= 1, ("rollout.kv_cache_bytes", "rollout.threads")),
+    ("at least 0", lambda v: v >= 0, ("trainer.validate_every", "trainer.save_every", "pp_weights.verify_every")),
+    ("at least 0", lambda v: v >= 0, ("algorithm.kl_coef", "actor.entropy_coef")),
+    ("more than 0", lambda v: v > 0, ("algorithm.clip_range", "rollout.logprob_tolerance")),
+    ("between 0 and 1", lambda v: 0 <= v <= 1, ("algorithm.gamma", "algorithm.gae_lambda")),
+    ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("rollout.top_p",)),
+    ("-1 (off) or at least 1", lambda v: v == -1 or v >= 1, ("rollout.top_k",)),
+)
+_OPTIONAL_TRAIN: tuple[_Range, ...] = (
+    ("more than 0", lambda v: v > 0, ("critic.value_clip_range",)),
+    ("at least 1", lambda v: v >= 1, ("trainer.max_validation_rows",)),
+)
+_SFT: tuple[_Range, ...] = (
+    ("at least 1", lambda v: v >= 1, ("sft.steps", "sft.batch_size")),
+    ("at least 0", lambda v: v >= 0, ("sft.evaluate_every",)),
+)
+_OPTIONAL_SFT: tuple[_Range, ...] = (
+    ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("sft.stop_at_accuracy", "sft.max_accuracy")),
+)
+
+
+def range_problems(config: Config, command: Command) -> Iterator[str]:
+    """Single values out of their range, and pairs of keys that contradict each other."""
+    roles = ("actor", "critic") if command == "train" else ("actor",)
+    ranges = _COMMON + (_TRAIN + _OPTIONAL_TRAIN if command == "train" else _SFT + _OPTIONAL_SFT)
+    ranges += tuple((text, holds, tuple(f"{role}.{key}" for key in keys)) for role in roles for text, holds, keys in _UPDATE)
+    for text, holds, keys in ranges:
+        for key in keys:
+            value = attrgetter(key)(config)
+            if value is not None and not holds(value):
+                yield f"{key}={value} must be {text}"
+    for role in roles:
+        yield from _optimizer_problems(role, getattr(config, role))
+    name = config.run.name
+    if not name or name in (".", "..") or "/" in name:
+        yield f"run.name={name!r} is the name of a folder inside run.dir; use a plain name without '/'"
+    if command == "train":
+        yield from _contradictions(config)
+    elif (config.sft.stop_at_accuracy is not None or config.sft.max_accuracy is not None) and config.sft.evaluate_every == 0:
+        yield "sft.evaluate_every=0 never measures what sft.stop_at_accuracy and sft.max_accuracy compare with; set it, e.g. to 10"
+
+
+def _optimizer_problems(role: str, section: UpdateConfig) -> Iterator[str]:
+    optimizer, key = section.optimizer, f"{role}.optimizer"
+    for i, beta in enumerate(optimizer.betas):
+        if not 0 <= beta < 1:
+            yield f"{key}.betas[{i}]={beta} must be at least 0 and less than 1"
+    decay_steps = optimizer.decay_steps or 0
+    if decay_steps < 1:
+        yield f"{key}.decay_steps={decay_steps} must be at least 1"
+    elif optimizer.warmup_steps > decay_steps:
+        yield (
+            f"{key}.warmup_steps={optimizer.warmup_steps} is more than decay_steps={decay_steps} (default: the number of steps): "
+            f"the rate would never be reached; lower warmup_steps or raise decay_steps"
+        )
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    temperature = config.rollout.temperature
+    if temperature <= 0:
+        yield (
+            f"rollout.temperature={temperature} is greedy: PPO needs samples whose log-probs are defined; use a value above 0, "
+            f"e.g. 1.0 (validation is greedy anyway)"
+        )
+    if config.algorithm.kl_coef > 0 and config.reference.enabled is False:
+        yield (
+            f"algorithm.kl_coef={config.algorithm.kl_coef} needs the reference, but reference.enabled=false; "
+            f"remove reference.enabled or set algorithm.kl_coef=0"
+        )
+
+
+def batch_problems(config: Config, dp_of: Mapping[str, int], command: Command) -> Iterator[str]:
+    """Batches that cannot be cut: samples of a step into mini-batches, mini-batches over the data-parallel ranks, micro-batches.
+
+    dp_of: data-parallel degree of each role. The number of micro-batches is no concern here: the trainer rounds it up to what the
+    schedule needs.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        if role not in dp_of:
+            continue
+        budget = section.micro_batch_tokens
+        if budget is not None and budget < longest:
+            yield (
+                f"{role}.micro_batch_tokens={budget} does not hold one sample of rollout.max_prompt_tokens + rollout.max_new_tokens = "
+                f"{longest} tokens; use at least {longest}"
+            )
+        if command == "train":
+            yield from _mini_batch_problems(config, role, section, dp_of[role])
+        elif config.sft.batch_size % dp_of[role]:
+            yield f"sft.batch_size={config.sft.batch_size} is not a multiple of {role}.parallel.dp={dp_of[role]}; use {_multiples(config.sft.batch_size, dp_of[role])}"
+
+
+def _mini_batch_problems(config: Config, role: str, section: UpdateConfig, dp: int) -> Iterator[str]:
+    prompts, n, mini, micro = config.trainer.batch_size, config.rollout.n, section.mini_batch_size, section.micro_batch_size
+    samples = prompts * n
+    if samples < 1 or mini < 1:
+        return  # out of range, and said so
+    made_of = f"trainer.batch_size={prompts} x rollout.n={n} = {samples} samples"
+    if samples % dp:
+        yield f"{made_of} cannot be split over {role}.parallel.dp={dp}; make trainer.batch_size {_multiples(prompts, dp)}"
+        return
+    fits = [size for size in range(dp, samples + 1, dp) if samples % size == 0]
+    if mini not in fits:
+        near = [max((s for s in fits if s < mini), default=0), min((s for s in fits if s > mini), default=0)]
+        why = "is more than" if mini > samples else "does not divide" if samples % mini else f"is not a multiple of dp={dp} in"
+        yield f"{role}.mini_batch_size={mini} {why} {made_of}; use {' or '.join(str(s) for s in near if s)}"
+    elif section.micro_batch_tokens is None and micro * dp > mini:
+        yield (
+            f"{role}.micro_batch_size={micro} is more than a rank's part of {role}.mini_batch_size={mini} "
+            f"(dp={dp}: {mini // dp} samples); use at most {mini // dp}"
+        )
+
+
+def _multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return " or ".join(str(v) for v in (below, below + of) if v)

@@ -1,0 +1,42 @@
+"""What does a key that the user left open stand for? `resolve`: the only place where defaults follow from other keys. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from megappo.config.schema import Config, UpdateConfig
+
+Command = Literal["train", "sft"]
+U = TypeVar("U", bound=UpdateConfig)
+
+
+def resolve(config: Config, command: Command = "train") -> Config:
+    """The config with every open key filled in, so that all who read it see final values. Resolving twice changes nothing."""
+    model, rollout, reference = config.model, config.rollout, config.reference
+    layout = config.actor.parallel
+    engine_dtype = rollout.dtype or model.dtype
+    both_float32 = engine_dtype == model.dtype == "float32"
+    tolerance = rollout.logprob_tolerance if rollout.logprob_tolerance is not None else 1e-3 if both_float32 else 5e-2
+    enabled = reference.enabled if reference.enabled is not None else config.algorithm.kl_coef != 0
+    last_step = config.sft.steps if command == "sft" else config.trainer.steps
+    return replace(
+        config,
+        model=replace(model, tokenizer=model.tokenizer or model.path),
+        actor=_with_decay_steps(config.actor, last_step),
+        critic=replace(
+            _with_decay_steps(config.critic, last_step),
+            parallel=config.critic.parallel or layout,
+            path=config.critic.path or model.path,
+        ),
+        reference=replace(
+            reference, enabled=enabled, parallel=reference.parallel or layout, path=reference.path or model.path
+        ),
+        rollout=replace(rollout, dtype=engine_dtype, logprob_tolerance=tolerance),
+    )
+
+
+def _with_decay_steps(section: U, last_step: int) -> U:
+    if section.optimizer.decay_steps is not None:
+        return section
+    return replace(section, optimizer=replace(section.optimizer, decay_steps=last_step))

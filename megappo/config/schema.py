@@ -1,0 +1,300 @@
+"""What can a user set? Typed, frozen dataclasses; the docstring under a field is its documentation. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    name: str = "run"
+    """Name of the run; its folder is `{dir}/{name}`."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+    seed: int = 1234
+    """Seed of everything random: data order, samples, initial weights."""
+    launcher: Literal["auto", "local", "torchrun"] = "auto"
+    """`local`: this command starts the ranks itself. `torchrun`: join the ranks that torchrun (or a launcher that sets the
+    same variables) has started. `auto`: torchrun where RANK and WORLD_SIZE are set, else local."""
+    watchdog_s: float = 60.0
+    """Seconds without a sign of life from a rank after which the run ends."""
+    threads_per_rank: int = 1
+    """CPU threads of each rank. More than one costs speed wherever ranks share cores."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str = "???"
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    tokenizer: str | None = None
+    """Folder or sentencepiece `.model` file of the tokenizer; default: `path`."""
+    dtype: DType = "float32"
+    """Dtype of parameters and computation while training. bfloat16 keeps float32 master weights in the optimizer."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallel degrees. World size = tp x cp x pp x dp."""
+
+    tp: int = 1
+    """Tensor parallel degree."""
+    pp: int = 1
+    """Pipeline parallel degree (stages)."""
+    vpp: int = 1
+    """Virtual pipeline chunks on each stage (Megatron's interleaved schedule)."""
+    cp: int = 1
+    """Context parallel degree."""
+    ep: int = 1
+    """Expert parallel degree."""
+    dp: int = 1
+    """Data parallel degree."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage where they are not even, e.g. [8, 8, 7, 7]."""
+    sequence_parallel: bool = False
+    """Cut the activations between the tensor-parallel regions along the sequence (Megatron's sequence parallel)."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam over Megatron's optimizer and parameter scheduler."""
+
+    lr: float = 1e-6
+    """Learning rate after warm-up."""
+    min_lr_ratio: float = 1.0
+    """Learning rate at the end of the decay, as a part of `lr`."""
+    warmup_steps: int = 0
+    """Trainer steps of linear warm-up from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from `lr` to `min_lr_ratio * lr`."""
+    decay_steps: int | None = None
+    """Trainer step at which the decay ends; default: trainer.steps."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's beta1 and beta2."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay (not on norms and biases)."""
+    clip_grad: float = 1.0
+    """Global gradient norm limit; 0 turns clipping off."""
+    distributed: bool = False
+    """Megatron's distributed optimizer: optimizer state cut over the data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """Batches and passes that actor and critic share."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout of this model."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of this model."""
+    mini_batch_size: int = 64
+    """Samples of one optimizer step, over all data-parallel ranks."""
+    micro_batch_size: int = 8
+    """Samples of one pipeline micro-batch on one data-parallel rank."""
+    micro_batch_tokens: int | None = None
+    """Token budget of a micro-batch. Where set, micro-batches are formed by tokens and `micro_batch_size` is not used."""
+    epochs: int = 1
+    """Passes over the batch in each step."""
+    packed: bool = True
+    """Pack the samples of a micro-batch into one row without padding; false: a padded row for each sample."""
+    recompute: bool = False
+    """Recompute the activations of each layer in the backward pass instead of keeping them."""
+
+
+@dataclass(frozen=True)
+class ActorConfig(UpdateConfig):
+    """The policy."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+
+
+@dataclass(frozen=True)
+class CriticConfig(UpdateConfig):
+    """The value model. Its layout follows the actor's unless `critic.parallel` is given."""
+
+    parallel: ParallelConfig | None = None  # type: ignore[assignment]
+    """Layout of the critic in the same ranks; default: the actor's."""
+    path: str | None = None
+    """Hugging Face folder that the critic starts from (with or without a `score.weight`); default: model.path with a head of zeros."""
+    value_clip_range: float | None = None
+    """Clip of the value's change in the value loss; none: no clip."""
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen policy that the KL is measured against. It is built where algorithm.kl_coef is not 0 or `enabled` says so."""
+
+    enabled: bool | None = None
+    """Whether the reference's log-probs are computed; default: only where algorithm.kl_coef is not 0."""
+    parallel: ParallelConfig | None = None
+    """Layout of the reference in the same ranks; default: the actor's."""
+    path: str | None = None
+    """Hugging Face folder of the reference; default: model.path."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """PPO."""
+
+    name: Literal["ppo"] = "ppo"
+    """The algorithm."""
+    gamma: float = 1.0
+    """Discount of GAE."""
+    gae_lambda: float = 0.95
+    """Lambda of GAE."""
+    whiten_advantages: bool = True
+    """Whiten the advantages over all valid tokens of the batch."""
+    clip_range: float = 0.2
+    """PPO's clip of the probability ratio."""
+    kl_coef: float = 0.0
+    """Coefficient of the KL penalty in the token rewards (k1 estimate: log pi - log ref)."""
+    loss_aggregation: Literal["token_mean"] = "token_mean"
+    """How token losses become one number: the mean over all valid tokens of the optimizer batch."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Generation."""
+
+    engine: Literal["vllm", "hf"] = "vllm"
+    """`vllm`, or `hf` (transformers' generate: slow, for a machine without vLLM)."""
+    tp: int = 1
+    """Tensor parallel degree of the engine."""
+    n: int = 1
+    """Responses a prompt."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs and entropy in training use the same."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    top_k: int = -1
+    """Top-k sampling; -1: off."""
+    max_new_tokens: int = 64
+    """Longest response, the end-of-sequence token included."""
+    max_prompt_tokens: int = 512
+    """Longest prompt."""
+    dtype: DType | None = None
+    """Dtype of the engine; default: model.dtype."""
+    logprob_tolerance: float | None = None
+    """Largest difference between the engine's and the trainer's log-prob of a sampled token before the run stops; default: 1e-3
+    where both sides are float32, 5e-2 otherwise."""
+    max_num_seqs: int = 128
+    """Sequences that the engine runs at once."""
+    kv_cache_bytes: int = 268435456
+    """Bytes of the engine's KV cache on a CPU."""
+    threads: int = 1
+    """CPU threads of each engine process."""
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """The hand-over of weights from training to generation (pp_weights)."""
+
+    gather: Literal["full", "pp"] = "full"
+    """`full`: complete tensors are gathered over pp and tp. `pp`: only over pp; tensor-parallel shards stay in place."""
+    mode: Literal["full"] = "full"
+    """`full`: the whole model in one buffer."""
+    transport: Literal["auto", "shared_memory", "collective"] = "auto"
+    """`shared_memory`: each rank writes its slices into one buffer (one host). `collective`: gather over the process groups.
+    `auto`: shared memory where all ranks are on one host."""
+    verify_every: int = 1
+    """Verify the checksums of every k-th hand-over on the receiving side; 0: never."""
+    alignment_bytes: int = 16
+    """Every tensor starts at a multiple of this."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts."""
+
+    train: str = "???"
+    """JSONL file of training prompts, or `reasoning_gym:TASK` (needs the extra `tasks`)."""
+    validation: str | None = None
+    """JSONL file of validation prompts, with `prompt` and `answer`."""
+    prompt_key: str = "prompt"
+    """Key of the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Key of the answer that reward functions get."""
+    chat_template: bool = False
+    """Render prompts through the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message in front of each prompt; with chat_template only."""
+    shuffle: bool = True
+    """Shuffle the training prompts anew in each epoch, seeded."""
+    task_size: int = 1000
+    """Number of rows drawn from a generated task (`reasoning_gym:...`)."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Options of a generated task, e.g. {min_digits: 2}."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The score of a response."""
+
+    function: str = "exact_match"
+    """Name of a built-in reward, or `path/to/file.py:function`."""
+    on_error: Literal["fail", "score"] = "fail"
+    """A reward that raises or returns no finite number: `fail` ends the run; `score` gives `error_score` and counts it."""
+    error_score: float = 0.0
+    """Score of a failed reward with on_error=score."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop."""
+
+    steps: int = 100
+    """Number of PPO steps."""
+    batch_size: int = 128
+    """Prompts a step."""
+    validate_every: int = 0
+    """Validate greedily every k steps; 0: only before the first and after the last step where data.validation is given."""
+    save_every: int = 0
+    """Write the actor as a Hugging Face folder to checkpoints/step_000100/actor every k steps; 0: never. The final weights are always
+    written to `final/`."""
+    max_validation_rows: int | None = None
+    """Use only the first rows of data.validation."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised warm start (`megappo sft`): next-token loss on the answers of data.train."""
+
+    steps: int = 300
+    """Largest number of steps."""
+    batch_size: int = 128
+    """Samples a step."""
+    evaluate_every: int = 0
+    """Measure greedy accuracy on data.validation every k steps; 0: never."""
+    stop_at_accuracy: float | None = None
+    """Stop once the accuracy has reached this."""
+    max_accuracy: float | None = None
+    """Keep the last state whose accuracy was below this (for a warm start that leaves something to learn)."""
+    output: str = "???"
+    """Hugging Face folder that the result is written to."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    pp_weights: WeightsConfig = field(default_factory=WeightsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sft: SftConfig = field(default_factory=SftConfig)

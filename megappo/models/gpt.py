@@ -1,0 +1,177 @@
+"""How does a model become this rank's Megatron chunks? `build_chunks` makes a `GPTChunk` for each virtual stage.
+
+legend: s tokens of a row, b rows, n scored tokens, h hidden size, t tensor-parallel degree
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from megappo.models.heads import ValueHead
+from megappo.models.layers import CausalAttention, PositionRotary, RMSNorm
+from megappo.models.shape import ModelShape
+from megappo.parallel_state.device import device, has_cuda
+from megappo.parallel_state.groups import RoleGroups
+from megappo.parallel_state.layout import ParallelLayout
+from megappo.parallel_state.mcore_compat import local_layer_spec, only_known
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class GPTChunk(GPTModel):
+    """One pipeline chunk. The first embeds, the last scores the tokens that it is asked for, and only those.
+
+    forward's result: hidden states (s, b, h), or from the last chunk logits (n, padded vocabulary / t) or values (n,).
+    """
+
+    def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shape = shape
+        self.rotary_pos_emb = PositionRotary(shape.head_dim, shape.rope_theta)
+        self._scored: Tensor | None = None
+        if self.post_process:
+            if shape.head == "value":
+                del self.output_layer
+                self.value_head = ValueHead(shape.hidden_size)
+            else:
+                # The sequence is gathered here, before the scored tokens are picked; the layer must not gather once more.
+                self.output_layer.sequence_parallel = False
+                self.output_layer.allreduce_dgrad = self.config.tensor_model_parallel_size > 1
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Tensor, scored: Tensor) -> Tensor:  # type: ignore[override]
+        """input_ids, positions: (b, s) int64. attention: sequence lengths (packed) or bool mask (b, s) (padded), see layers.py.
+        scored: (n,) int64, index into the (s, b) grid of the tokens whose next-token logits (or values) are wanted."""
+        self.rotary_pos_emb.positions = positions
+        self._scored = scored
+        out: Tensor = super().forward(input_ids=input_ids, position_ids=positions, attention_mask=attention)
+        return out
+
+    def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Called by GPTModel.forward behind the decoder."""
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        assert self._scored is not None
+        picked = hidden_states.flatten(0, 1)[self._scored]
+        if self.shape.head == "value":
+            values: Tensor = self.value_head(picked)
+            return values
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(picked.unsqueeze(1), weight=weight)
+        return logits.squeeze(1)
+
+
+def transformer_config(
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, *, sequence_parallel: bool, recompute: bool
+) -> TransformerConfig:
+    """Megatron's config of this model. Gradients are sums, divided once by the token count at the end (calculate_per_token_loss)."""
+    optional = only_known(
+        TransformerConfig,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, also from dense models
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=megatron_layout(layout) if layout.pp > 1 else None,
+        sequence_parallel=sequence_parallel and layout.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,
+        # Every parameter comes from a model folder; all that megatron could fuse needs CUDA extensions.
+        perform_initialization=False,
+        use_cpu_initialization=not has_cuda(),
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        # With two stages the next and the previous one are the same rank: the batched exchange would swap unequal shapes.
+        batch_p2p_comm=False,
+        overlap_p2p_comm=layout.vpp > 1,
+        **optional,
+    )
+
+
+def megatron_layout(layout: ParallelLayout) -> list[list[str]]:
+    """Our layer table in megatron's terms: chunk-major rows of layer kinds, so that no offset is computed twice."""
+    rows = []
+    for chunk in range(layout.vpp):
+        for stage in range(layout.pp):
+            row = ["embedding"] * layout.holds_embedding(stage, chunk)
+            row += ["decoder"] * len(layout.layers(stage, chunk))
+            row += ["loss"] * layout.holds_head(stage, chunk)
+            rows.append(row)
+    return rows
+
+
+def build_chunks(
+    shape: ModelShape,
+    groups: RoleGroups,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+) -> list[GPTChunk]:
+    """This rank's chunks, parameters not yet filled, in the order of the virtual stages. Call inside `groups.active()`."""
+    assert groups.is_active, "models are built inside groups.active()"
+    layout = groups.layout
+    config = transformer_config(shape, layout, dtype, sequence_parallel=sequence_parallel, recompute=recompute)
+    spec = local_layer_spec(normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    chunks = []
+    for chunk in range(layout.vpp):
+        stage = groups.coordinates.pp
+        model = GPTChunk(
+            config,
+            _block_spec(spec, config, chunk if layout.vpp > 1 else None),
+            shape=shape,
+            vocab_size=shape.padded_vocab_size(layout.tp),
+            max_sequence_length=shape.max_positions,
+            pre_process=layout.holds_embedding(stage, chunk),
+            post_process=layout.holds_head(stage, chunk),
+            share_embeddings_and_output_weights=shape.tied and shape.head == "lm",
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope_theta),
+            vp_stage=chunk if layout.vpp > 1 else None,
+        ).to(device())
+        built = [layer.layer_number - 1 for layer in model.decoder.layers]
+        if built != list(layout.layers(stage, chunk)):
+            raise RuntimeError(f"megatron built layers {built} on stage {stage} chunk {chunk}, the layout says {layout.layers(stage, chunk)}")
+        chunks.append(model)
+    return chunks
+
+
+def _block_spec(layer_spec: Any, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """The layers of one chunk, with our norm at the end of the last one (megatron's local norm refuses sequence parallel)."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec] * count, layer_norm=RMSNorm)

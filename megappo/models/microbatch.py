@@ -1,0 +1,190 @@
+"""How do padded samples become the rows that a pipeline pass runs? `make_micro_batches`, packed or padded.
+
+Which token predicts which: the token in front of a response token carries its log-prob and its value.
+
+legend: b samples of this data-parallel rank, s padded width, r response width, t packed tokens, n scored tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pipeline micro-batch."""
+
+    input_ids: Tensor
+    """(1, t) packed, (rows, s) padded; int64"""
+    positions: Tensor
+    """like input_ids: position of each token in its own sequence"""
+    attention: Tensor
+    """packed: sequence lengths (int64, they sum to t); padded: bool mask of the real tokens (rows, s)"""
+    scored: Tensor
+    """(n,) index into the (tokens, rows) grid of the token in front of each response token"""
+    labels: Tensor
+    """(n,) the response tokens"""
+    mask: Tensor
+    """(n,) float32: 1, or 0 where the micro-batch is only there to fill the schedule"""
+    rows: Tensor
+    """(n,) sample of each scored token"""
+    columns: Tensor
+    """(n,) response column of each scored token"""
+    fields: Mapping[str, Tensor]
+    """(n,) each: columns of the batch at the scored tokens"""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How samples are grouped.
+
+    size: samples of a micro-batch. tokens: token budget of one (then size does not count).
+    count_multiple: their number is a multiple of this (the stages, with Megatron's interleaved schedule).
+    length_multiple: their tokens are padded to a multiple of this (tp, with sequence parallel).
+    """
+
+    size: int
+    tokens: int | None = None
+    packed: bool = True
+    count_multiple: int = 1
+    length_multiple: int = 1
+
+
+def make_micro_batches(batch: Mapping[str, Tensor], how: MicroBatching, fields: Iterable[str] = ()) -> list[MicroBatch]:
+    """Micro-batches of a padded batch.
+
+    batch: input_ids (b, s), attention_mask (b, s) bool, response_mask (b, r) bool, where the responses are the last r columns;
+    and a (b, r) tensor for each of `fields`. b may be 0: then the micro-batches hold nothing that counts.
+    Raises ValueError where one sample alone is above the token budget.
+    """
+    lengths = batch["attention_mask"].sum(dim=1).tolist()
+    groups = group_by_tokens(lengths, how.tokens) if how.tokens else group_by_size(len(lengths), how.size)
+    groups = fill_up(groups, how.count_multiple)
+    make = _packed if how.packed else _padded
+    return [make(_rows(batch, group), how.length_multiple, tuple(fields)) for group in groups]
+
+
+def group_by_size(count: int, size: int) -> list[list[int]]:
+    """Consecutive groups of `size` samples, the last one smaller."""
+    return [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+
+
+def group_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: groups whose lengths sum to at most `budget`."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > budget:
+            raise ValueError(f"a sample of {lengths[i]} tokens is above micro_batch_tokens={budget}; raise it to {lengths[i]} or more")
+        fits = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
+        if fits is None:
+            groups.append([])
+            room.append(budget)
+            fits = len(groups) - 1
+        groups[fits].append(i)
+        room[fits] -= lengths[i]
+    return [sorted(group) for group in groups]
+
+
+def fill_up(groups: list[list[int]], multiple: int) -> list[list[int]]:
+    """As many groups as the schedule wants, at least one: the largest groups are halved, and empty ones added where none can be."""
+    groups = list(groups) or [[]]
+    while len(groups) % multiple:
+        largest = max(range(len(groups)), key=lambda k: len(groups[k]))
+        group = groups[largest]
+        half = len(group) // 2
+        if half == 0:
+            groups.append([])
+        else:
+            groups[largest : largest + 1] = [group[:half], group[half:]]
+    return groups
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some samples of the batch. `counts` is 0 for a stand-in that only fills the schedule."""
+
+    batch: Mapping[str, Tensor]
+    index: Tensor
+    counts: bool
+
+    def get(self, name: str) -> Tensor:
+        return self.batch[name][self.index]
+
+
+def _rows(batch: Mapping[str, Tensor], group: list[int]) -> _Rows:
+    if group:
+        return _Rows(batch, torch.tensor(group), counts=True)
+    width = batch["input_ids"].shape[1]
+    columns = batch["response_mask"].shape[1]
+    device = batch["input_ids"].device
+    stand_in = {
+        name: torch.zeros((1, columns if name not in ("input_ids", "attention_mask") else width), dtype=value.dtype, device=device)
+        for name, value in batch.items()
+        if value.dim() == 2
+    }
+    first = width - columns
+    stand_in["attention_mask"][:, first - 1 : first + 1] = True
+    stand_in["response_mask"][:, 0] = True
+    return _Rows(stand_in, torch.tensor([0]), counts=False)
+
+
+def _scored(rows: _Rows, fields: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor]:
+    """(local row, position in the sequence of the predicting token, labels, fields, response column) of the scored tokens."""
+    response_mask, attention_mask, input_ids = rows.get("response_mask"), rows.get("attention_mask"), rows.get("input_ids")
+    first = input_ids.shape[1] - response_mask.shape[1]
+    local, column = response_mask.nonzero(as_tuple=True)
+    positions = attention_mask.cumsum(dim=1) - 1
+    predicting = positions[local, first + column] - 1
+    values = {name: rows.get(name)[local, column] for name in fields}
+    return local, predicting, input_ids[local, first + column], values, column
+
+
+def _packed(rows: _Rows, length_multiple: int, fields: tuple[str, ...]) -> MicroBatch:
+    attention_mask = rows.get("attention_mask")
+    local, predicting, labels, values, column = _scored(rows, fields)
+    lengths = attention_mask.sum(dim=1)
+    starts = lengths.cumsum(0) - lengths
+    ids = rows.get("input_ids")[attention_mask]
+    positions = (attention_mask.cumsum(dim=1) - 1)[attention_mask]
+    padding = -ids.numel() % length_multiple
+    if padding:  # its own sequence behind the others, so that nothing attends to it
+        ids = torch.cat((ids, ids.new_zeros(padding)))
+        positions = torch.cat((positions, torch.arange(padding, device=positions.device)))
+        lengths = torch.cat((lengths, lengths.new_tensor([padding])))
+    return _micro_batch(rows, ids[None], positions[None], lengths, starts[local] + predicting, labels, local, column, values)
+
+
+def _padded(rows: _Rows, length_multiple: int, fields: tuple[str, ...]) -> MicroBatch:
+    attention_mask, ids = rows.get("attention_mask"), rows.get("input_ids")
+    local, predicting, labels, values, column = _scored(rows, fields)
+    padding = -ids.shape[1] % length_multiple
+    if padding:
+        ids = torch.nn.functional.pad(ids, (0, padding))
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, padding))
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    # The predicting token's place in the padded row: the last real token in front of the response token.
+    place = torch.full_like(positions, -1)
+    row, at = attention_mask.nonzero(as_tuple=True)
+    place[row, positions[row, at]] = at
+    scored = place[local, predicting] * ids.shape[0] + local
+    return _micro_batch(rows, ids, positions, attention_mask, scored, labels, local, column, values)
+
+
+def _micro_batch(
+    rows: _Rows,
+    ids: Tensor,
+    positions: Tensor,
+    attention: Tensor,
+    scored: Tensor,
+    labels: Tensor,
+    local: Tensor,
+    column: Tensor,
+    values: dict[str, Tensor],
+) -> MicroBatch:
+    mask = torch.full(labels.shape, float(rows.counts), dtype=torch.float32, device=labels.device)
+    return MicroBatch(ids, positions, attention, scored, labels, mask, rows.index.to(local.device)[local], column, values)

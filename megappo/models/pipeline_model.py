@@ -1,0 +1,201 @@
+"""A model cut over the ranks, and what one can do with it: score a batch, take an optimizer step. `PipelineModel`, `Trainee`.
+
+Every rank of the model's groups must call each method. Results are on the ranks of the last stage.
+
+legend: b samples of this data-parallel rank, r response width, n scored tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megappo.config.schema import OptimizerConfig
+from megappo.errors import RunFailed
+from megappo.models.gpt import GPTChunk
+from megappo.models.microbatch import MicroBatch, MicroBatching, make_micro_batches
+from megappo.parallel_state.device import device
+from megappo.parallel_state.groups import RoleGroups
+from megappo.parallel_state.mcore_compat import gloo_has_no_avg
+from megappo.parallel_state.schedule import run_schedule
+
+Batch = Mapping[str, Tensor]
+Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
+"""(output of the last chunk, micro-batch) -> columns (n,)"""
+Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(output of the last chunk, micro-batch) -> (sum of the token losses, metric sums)"""
+
+
+class PipelineModel:
+    """The chunks of one model on this rank, with its groups and the way in which its batches are cut."""
+
+    def __init__(self, chunks: Sequence[GPTChunk], groups: RoleGroups, batching: MicroBatching) -> None:
+        self.chunks: list[GPTChunk] = list(chunks)
+        self.runnable: list[Any] = list(chunks)
+        self.groups = groups
+        self.shape = chunks[0].shape
+        config = chunks[0].config
+        self.batching = replace(
+            batching,
+            count_multiple=groups.layout.pp if groups.layout.vpp > 1 else 1,
+            length_multiple=groups.layout.tp if config.sequence_parallel else 1,
+        )
+
+    def score(self, batch: Batch, score: Score) -> dict[str, Tensor]:
+        """Forward pass. Returns columns (b, r) float32, zero outside the response mask; nothing off the last stage."""
+        micro_batches = self._micro_batches(batch, ())
+        with self.groups.active(), torch.no_grad():
+            found = run_schedule(self.groups, self.runnable, micro_batches, _forward, score, forward_only=True)
+        if not self.groups.is_last_stage:
+            return {}
+        shape = batch["response_mask"].shape
+        columns: dict[str, Tensor] = {}
+        for micro_batch, values in zip(micro_batches, found, strict=True):
+            for name, value in values.items():
+                column = columns.setdefault(name, torch.zeros(shape, dtype=torch.float32))
+                counts = micro_batch.mask.bool()
+                column[micro_batch.rows[counts].cpu(), micro_batch.columns[counts].cpu()] = value[counts].float().cpu()
+        return columns
+
+    def _micro_batches(self, batch: Batch, fields: tuple[str, ...]) -> list[MicroBatch]:
+        names = ("input_ids", "attention_mask", "response_mask", *fields)
+        return make_micro_batches({name: batch[name].to(device()) for name in names}, self.batching, fields)
+
+
+class Trainee(PipelineModel):
+    """A model with Megatron's DDP, optimizer and parameter scheduler."""
+
+    def __init__(
+        self, chunks: Sequence[GPTChunk], groups: RoleGroups, batching: MicroBatching, optimizer: OptimizerConfig, name: str
+    ) -> None:
+        super().__init__(chunks, groups, batching)
+        self.name = name
+        ddp_config = gloo_has_no_avg(
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=optimizer.distributed
+            )
+        )
+        with groups.active():
+            self.runnable = [
+                DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)
+            ]
+            self.optimizer = get_megatron_optimizer(_megatron_config(optimizer, self.chunks[0].config), self.runnable)
+        config = self.chunks[0].config
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.lr * optimizer.min_lr_ratio,
+            lr_warmup_steps=optimizer.warmup_steps,
+            lr_decay_steps=max(optimizer.decay_steps or 1, optimizer.warmup_steps + 1),
+            lr_decay_style=optimizer.decay,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def update(self, batch: Batch, fields: tuple[str, ...], loss: Loss, step: int) -> dict[str, float]:
+        """One optimizer step on the sum of `loss` over all tokens of all data-parallel ranks, divided once by their number.
+
+        step: trainer step, from 1; it sets the learning rate. Returns global metrics: the metric sums over the number of tokens,
+        `grad_norm` and `lr`. Raises RunFailed where the gradient is not finite: nothing is then changed.
+        """
+        if step > self.scheduler.num_steps:
+            self.scheduler.step(step - self.scheduler.num_steps)
+        micro_batches = self._micro_batches(batch, fields)
+
+        def on_last_stage(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss_sum, sums = loss(output, micro_batch)
+            tokens = micro_batch.mask.sum()
+            return loss_sum, tokens.int(), {"loss": loss_sum.detach(), **sums, "tokens": tokens}
+
+        with self.groups.active():
+            for chunk in self.runnable:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            found = run_schedule(self.groups, self.runnable, micro_batches, _forward, on_last_stage, forward_only=False)
+            metrics = self._global_means(found)
+            self._refuse_non_finite_gradients()
+            succeeded, grad_norm, _ = self.optimizer.step()
+            if not succeeded:
+                raise RunFailed(f"{self.name}: the optimizer refused the step (gradient overflow)")
+        return {**metrics, "grad_norm": float(grad_norm or 0.0), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def parameter_norm(self) -> float:
+        """L2 norm of all parameters of the model, each counted once; the same on every rank."""
+        with self.groups.active():
+            from megatron.core.transformer.module import param_is_not_shared
+            from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+            counted = [
+                p.detach()
+                for chunk in self.chunks
+                for p in chunk.parameters()
+                if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+            ]
+            total = torch.zeros(1, dtype=torch.float64)
+            for p in counted:
+                total += p.float().square().sum().double().cpu()
+            total = total.to(device())
+            for group in (self.groups.tp_group, self.groups.pp_group):
+                dist.all_reduce(total, group=group)
+        return float(total.sqrt())
+
+    def _global_means(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Metric sums of all micro-batches and data-parallel ranks over the number of tokens; empty off the last stage."""
+        if not self.groups.is_last_stage:
+            return {}
+        names = list(found[0])
+        sums = torch.stack([torch.stack([micro[name].detach().double().cpu() for name in names]) for micro in found]).sum(0)
+        sums = sums.to(device())
+        dist.all_reduce(sums, group=self.groups.dp_group)
+        total = dict(zip(names, sums.tolist(), strict=True))
+        tokens = total.pop("tokens")
+        return {name: value / max(tokens, 1.0) for name, value in total.items()}
+
+    def _refuse_non_finite_gradients(self) -> None:
+        bad = torch.zeros(1, device=device())
+        for chunk in self.runnable:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                bad += float(not torch.isfinite(buffer.grad_data.sum()))
+        dist.all_reduce(bad)
+        if bad.item():
+            raise RunFailed(f"{self.name}: the gradient is not finite; no weight was changed. Lower the learning rate, or look at the rollouts of this step")
+
+
+def _forward(chunk: Any, micro_batch: MicroBatch) -> Tensor:
+    out: Tensor = chunk(
+        input_ids=micro_batch.input_ids,
+        positions=micro_batch.positions,
+        attention=micro_batch.attention,
+        scored=micro_batch.scored,
+    )
+    return out
+
+
+def _megatron_config(optimizer: OptimizerConfig, model_config: Any) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.lr * optimizer.min_lr_ratio,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=optimizer.distributed,
+    )

@@ -1,0 +1,96 @@
+"""What is measured, and where is it kept? The table of metrics, and `MetricsWriter`: one row a step in metrics.jsonl. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+METRICS: dict[str, str] = {
+    "reward/mean": "Mean score of the samples of the step, before any KL penalty.",
+    "reward/std": "Standard deviation of the scores.",
+    "reward/min": "Lowest score.",
+    "reward/max": "Highest score.",
+    "reward/failed": "Samples whose reward function failed (with reward.on_error=score).",
+    "rollout/prompt_length_mean": "Mean prompt length in tokens.",
+    "rollout/response_length_mean": "Mean response length in tokens, the end token included.",
+    "rollout/response_length_max": "Longest response in tokens.",
+    "rollout/truncated_fraction": "Fraction of responses that were cut at rollout.max_new_tokens (finish reason `length`).",
+    "rollout/logprob_diff_max": "Largest difference between the engine's and the trainer's log-prob of a sampled token.",
+    "rollout/logprob_diff_mean": "Mean absolute difference between the engine's and the trainer's log-probs.",
+    "advantages/mean": "Mean advantage over valid tokens, before whitening.",
+    "advantages/std": "Standard deviation of the advantages over valid tokens, before whitening.",
+    "actor/pg_loss": "Clipped policy loss: the mean over valid tokens, averaged over the optimizer steps.",
+    "actor/loss": "What the actor minimises: the policy loss less the entropy bonus.",
+    "actor/approx_kl": "KL between the policy that sampled and the updated one (k3 estimate: ratio - 1 - log ratio).",
+    "actor/clipfrac": "Fraction of tokens whose loss is the clipped one.",
+    "actor/ratio": "Mean probability ratio between the updated and the sampling policy.",
+    "actor/entropy": "Mean entropy of the policy in nats, at the sampling temperature.",
+    "actor/ref_kl": "Mean KL estimate (k1) between policy and reference; where a reference is used.",
+    "actor/grad_norm": "Global gradient norm of the actor before clipping, averaged over the optimizer steps.",
+    "actor/lr": "Learning rate of the actor.",
+    "actor/param_norm_delta": "Change of the norm of the actor's parameters in this step.",
+    "critic/vf_loss": "Value loss: the mean over valid tokens of half the squared error, averaged over the optimizer steps.",
+    "critic/loss": "What the critic minimises: the value loss.",
+    "critic/vf_clipfrac": "Fraction of tokens whose value moved further than critic.value_clip_range.",
+    "critic/explained_variance": "1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than a constant.",
+    "critic/values_mean": "Mean value over valid tokens.",
+    "critic/returns_mean": "Mean return over valid tokens.",
+    "critic/grad_norm": "Global gradient norm of the critic before clipping, averaged over the optimizer steps.",
+    "critic/lr": "Learning rate of the critic.",
+    "weights/version": "Version of the weights that the engine holds after the step.",
+    "weights/bytes": "Bytes of the weights handed over.",
+    "validation/accuracy": "Mean score of greedy responses to the held-out prompts.",
+    "timing_s/rollout": "Seconds of generation.",
+    "timing_s/reward": "Seconds of scoring.",
+    "timing_s/log_prob": "Seconds of the log-prob passes of actor and reference.",
+    "timing_s/values": "Seconds of the value pass.",
+    "timing_s/update_critic": "Seconds of the critic's optimizer steps.",
+    "timing_s/update_actor": "Seconds of the actor's optimizer steps.",
+    "timing_s/publish": "Seconds of handing the weights to the engine.",
+    "timing_s/validate": "Seconds of validation; where the step validates.",
+    "timing_s/save": "Seconds of writing weights; where the step saves.",
+    "timing_s/step": "Seconds of the whole step.",
+    "perf/tokens_per_second": "Prompt and response tokens of the step, over its seconds.",
+}
+"""Every key of a row in metrics.jsonl besides `step`, with its documentation. docs/metrics.md is made of it."""
+
+_NOT_DETERMINISTIC = ("timing_s/", "perf/", "memory/", "checkpoint/")
+
+
+def is_deterministic(key: str) -> bool:
+    """Whether two runs of one config must agree on this key: true of all that is no time, speed, size or memory."""
+    return not key.startswith(_NOT_DETERMINISTIC)
+
+
+class MetricsWriter:
+    """Appends one row a step to a JSONL file; each row is on disk when `log` returns, so that a killed run loses none."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write {"step": step, then the metrics by name}. What is not finite is written as null: JSON has no NaN."""
+        row: dict[str, Any] = {"step": step, **{key: as_json_number(metrics[key]) for key in sorted(metrics)}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def as_json_number(value: SupportsFloat) -> int | float | None:
+    """An int as it is, any other number (numpy's and torch's included) as a float, and None for what is not finite."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None

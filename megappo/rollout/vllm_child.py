@@ -1,0 +1,112 @@
+"""What runs in the engine's own process? `python -m megappo.rollout.vllm_child`: starts vLLM and serves one trainer over a socket.
+
+Started by `vllm_engine.VllmEngine` only. It leads its own process group and ends, with vLLM's workers, when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from typing import Any, NoReturn
+
+from megappo.errors import UserError
+from megappo.rollout.channel import Channel, ChannelClosed
+from megappo.rollout.engine import SamplingParams
+from megappo.rollout.lifeline import die_with_parent, kill_own_group
+from megappo.rollout.wire import pack_completions, unpack_ragged, unpack_seeds
+
+logger = logging.getLogger("megappo")
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    parser = argparse.ArgumentParser(prog="python -m megappo.rollout.vllm_child")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the trainer")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
+    parser.add_argument("--kernel-signal", type=int, required=True, help="1: the trainer's starting thread lives as long as it does")
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent, bool(args.kernel_signal), kill_own_group)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    sock = socket.socket(fileno=args.fd)
+    os.register_at_fork(after_in_child=sock.close)  # a worker that held the socket would hide this process's death from the trainer
+    channel = Channel(sock)
+    code = 0
+    try:
+        code = _run(channel)
+    except ChannelClosed:
+        pass  # the trainer has closed the engine, or is gone
+    except BaseException:
+        logger.exception("the engine process fails")
+        code = 1
+    logging.shutdown()
+    os._exit(code)  # vLLM is stopped; unwinding its modules takes seconds
+
+
+def _run(channel: Channel) -> int:
+    header, _ = channel.recv()
+    try:
+        server = Server(header["settings"])
+    except Exception as error:
+        _reply_error(channel, error)
+        return 1
+    channel.send({"ok": True})
+    try:
+        while True:
+            header, frames = channel.recv()
+            operation = header.pop("op")
+            if operation == "close":
+                return 0
+            try:
+                reply = getattr(server, operation)(header, frames)
+            except Exception as error:
+                _reply_error(channel, error)
+            else:
+                channel.send({"ok": True}, *reply)
+    finally:
+        server.stop()
+
+
+def _reply_error(channel: Channel, error: Exception) -> None:
+    logger.error("request failed", exc_info=error)
+    message = str(error) or type(error).__name__
+    channel.send({"ok": False, "error": message, "user": isinstance(error, UserError)})
+
+
+class Server:
+    """vLLM and the operations that the trainer may ask for, by name; each takes a header and frames and gives frames."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from megappo.rollout import vllm_adapter
+
+        self._vllm = vllm_adapter
+        self._settings = vllm_adapter.VllmSettings(**settings)
+        self._llm = vllm_adapter.start(self._settings)
+        self._expected = vllm_adapter.expected_weights(self._llm)
+
+    def generate(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        prompts, lengths, seeds = frames
+        sampling = SamplingParams(**{**header["sampling"], "stop_token_ids": tuple(header["sampling"]["stop_token_ids"])})
+        return pack_completions(*self._vllm.generate(self._llm, unpack_ragged(prompts, lengths), sampling, unpack_seeds(seeds)))
+
+    def update(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        from megappo.pp_weights.buffer import Manifest
+
+        manifest = Manifest.from_json(frames[0].decode())
+        self._vllm.update(self._llm, self._expected, header["path"], manifest, header["verify"])
+        return ()
+
+    def sleep(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        self._vllm.sleep(self._llm, self._settings)
+        return ()
+
+    def wake(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        self._vllm.wake(self._llm, self._settings)
+        return ()
+
+    def stop(self) -> None:
+        self._vllm.stop(self._llm)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What runs on the ranks of the pool's workers: small functions that build a role and use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.actor.actor import Actor, Policy
+from megappo.config.schema import OptimizerConfig
+from megappo.critic.critic import Critic
+from megappo.models.families import shape_of
+from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
+from megappo.models.microbatch import MicroBatching
+from megappo.models.pipeline_model import PipelineModel, Trainee
+from megappo.parallel_state.groups import RoleGroups, create_role_groups
+from megappo.parallel_state.layout import ParallelLayout
+from megappo.pp_weights.hf_io import HFReader, load_chunk
+from megappo.pp_weights.mapping import chunk_pieces
+from megappo.controller.dispatch import rows_of_ranks
+
+Layout = dict[str, Any]
+
+
+def layout_for(folder: Path, layout: Layout) -> ParallelLayout:
+    return ParallelLayout(num_layers=shape_of(folder).num_layers, **{k: v for k, v in layout.items() if k != "sequence_parallel"})
+
+
+def load_model(folder: Path, groups: RoleGroups, layout: Layout, head: str = "lm", dtype: str = "float32", recompute: bool = False) -> list[GPTChunk]:
+    shape = shape_of(folder, head=head)
+    with groups.active(), HFReader(folder) as reader:
+        chunks = build_chunks(
+            shape, groups, DTYPES[dtype], sequence_parallel=layout.get("sequence_parallel", False), recompute=recompute
+        )
+        for i, chunk in enumerate(chunks):
+            pieces = chunk_pieces(shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, i)
+            load_chunk(reader, pieces, dict(chunk.named_parameters()), absent_as_zeros=("score.weight",))
+    return chunks
+
+
+def own_rows(groups: RoleGroups, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    rows = rows_of_ranks(groups.layout, len(batch["input_ids"]))[groups.rank]
+    return {name: value[rows] for name, value in batch.items()}
+
+
+def log_probs(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching, temperature: float = 1.0) -> Any:
+    groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
+    model = PipelineModel(load_model(folder, groups, layout), groups, how)
+    return Policy(model, temperature).compute_log_probs(own_rows(groups, batch))[0]
+
+
+def one_update(
+    folder: Path,
+    layout: Layout,
+    critic_layout: Layout | None,
+    batch: dict[str, torch.Tensor],
+    how: MicroBatching,
+    optimizer: OptimizerConfig,
+    steps: int = 1,
+) -> Any:
+    """Actor and critic take `steps` updates. Returns (actor metrics, critic metrics, {HF-complete name: tensor}) pieces of this rank."""
+    roles = create_role_groups({"actor": layout_for(folder, layout), "critic": layout_for(folder, critic_layout or layout)}, seed=1)
+    models = {}
+    for role, its_layout, head in (("actor", layout, "lm"), ("critic", critic_layout or layout, "value")):
+        chunks = load_model(folder, roles[role], its_layout, head)
+        models[role] = Trainee(chunks, roles[role], how, optimizer, role)
+    actor, critic = Actor(models["actor"], 1.0, 0.2, 0.01), Critic(models["critic"], 0.2)
+    for step in range(1, steps + 1):
+        critic_metrics = critic.update(own_rows(roles["critic"], batch), step)[1]
+        actor_metrics = actor.update(own_rows(roles["actor"], batch), step)[1]
+    return actor_metrics, critic_metrics, {role: exported_pieces(model) for role, model in models.items()}
+
+
+def exported_pieces(model: PipelineModel) -> list[tuple[str, tuple[int, ...], int, int, int, torch.Tensor]]:
+    """(HF name, full shape, dim, start, stop, slice) of all that this rank would export; dp 0 only."""
+    groups, out = model.groups, []
+    if groups.coordinates.dp:
+        return out
+    for i, chunk in enumerate(model.chunks):
+        params = dict(chunk.named_parameters())
+        for piece in chunk_pieces(model.shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, i):
+            if piece.is_exported:
+                value = piece.local(params[piece.param].data).reshape(piece.shape).float().clone()
+                out.append((piece.hf_name, piece.hf_shape, piece.dim, piece.start, piece.stop, value))
+    return out
+
+
+def assemble(by_rank: list[list[Any]]) -> dict[str, torch.Tensor]:
+    """Complete HF tensors from the pieces of all ranks; a hole stays NaN."""
+    tensors: dict[str, torch.Tensor] = {}
+    for pieces in by_rank:
+        for name, shape, dim, start, stop, value in pieces:
+            tensors.setdefault(name, torch.full(shape, float("nan"))).narrow(dim, start, stop - start).copy_(value)
+    return tensors

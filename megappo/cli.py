@@ -10,9 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megappo import __version__
 from megappo.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from megappo.config.resolve import Command
+    from megappo.config.schema import Config
 
 _COMMANDS = {
     "train": "train a policy with PPO",
@@ -25,7 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _log_to_stderr()
     try:
-        return _run(arguments.command, arguments.config, arguments.overrides)
+        config = _checked_config(arguments.command, arguments.config, arguments.overrides)
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of this host refuse the same config; one speaks
+            _report(str(error))
+        return 2
+    try:
+        return _run(arguments.command, config)
     except UserError as error:
         _report(str(error))
         return 2
@@ -44,29 +55,31 @@ def _parser() -> argparse.ArgumentParser:
     for name, purpose in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".", allow_abbrev=False)
         command.add_argument("config", metavar="CONFIG", help="YAML file; every key is described in docs/config.md")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="override, e.g. actor.parallel.pp=2; the later wins")
+        command.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="override, e.g. actor.parallel.pp=2; the later wins"
+        )
     return parser
 
 
-def _run(command: str, path: str, overrides: Sequence[str]) -> int:
+def _checked_config(command: Command, path: str, overrides: Sequence[str]) -> Config:
     from megappo.config.check import check_config, joined_world_size
     from megappo.config.load import load_config
 
-    if command == "sft":
-        config = load_config(path, overrides, "sft")
-        check_config(config, joined_world_size(config, os.environ), "sft", _local_world_size())
-        from megappo.trainer.run import sft
-
-        return sft(config)
-    config = load_config(path, overrides, "train")
-    check_config(config, joined_world_size(config, os.environ), "train", _local_world_size())
-    from megappo.trainer.run import train
-
-    return train(config)
+    config = load_config(path, overrides, command)
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    check_config(
+        config,
+        joined_world_size(config, os.environ),
+        command,
+        int(local_world_size) if local_world_size else None,
+    )
+    return config
 
 
-def _local_world_size() -> int | None:
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+def _run(command: Command, config: Config) -> int:
+    from megappo.trainer import run
+
+    return run.sft(config) if command == "sft" else run.train(config)
 
 
 def _log_to_stderr() -> None:
@@ -80,7 +93,6 @@ def _log_to_stderr() -> None:
 
 
 def _report(message: str) -> None:
-    """The message as the last lines on stderr; of the ranks of one host that refuse the same config only the first speaks."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stdout.flush()
-        print(message, file=sys.stderr)
+    """The message, as the last lines on stderr."""
+    sys.stdout.flush()
+    print(message, file=sys.stderr)

@@ -1,6 +1,7 @@
-"""How does `make install` fill `.venv`? With the versions in constraints/ and nothing else; it does nothing where that is done already.
+"""How does `make install` fill `.venv`? With the versions in constraints/ and nothing else.
 
-Run by any Python (it says so where that one is too old), with the standard library only. pip 23.2 or later.
+Does nothing where that is done already. Run by any Python (it says so where that one is too old), with the standard library only.
+pip 23.2 or later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class InstallError(Exception):
 
 
 def fingerprint(root: Path) -> str:
-    """Hash of all that decides what `.venv` holds: the inputs, this Python, and the folder that the editable install points to."""
+    """Hash of all that decides what `.venv` holds: the inputs, this Python, the folder that the editable install points to."""
     digest = hashlib.sha256((sys.version + str(root)).encode())
     for name in INPUTS:
         digest.update((root / name).read_bytes() + b"\0")
@@ -36,9 +37,8 @@ def fingerprint(root: Path) -> str:
 def check_python(version: tuple[int, ...], executable: str) -> None:
     if version[:2] < OLDEST_PYTHON:
         raise InstallError(
-            "megappo needs Python 3.11 or later, and {} is {}; install Python 3.11 or run `make PYTHON=/path/to/python3.11 ...`".format(
-                executable, ".".join(str(part) for part in version[:3])
-            )
+            f"megappo needs Python 3.11 or later, and {executable} is {'.'.join(str(part) for part in version[:3])}; "
+            "install Python 3.11 or run `make PYTHON=/path/to/python3.11 ...`"
         )
 
 
@@ -46,7 +46,7 @@ def torch_requirement(lock: str) -> str:
     """The line of the lock that asks for torch. Raises InstallError where it is not a CPU build."""
     lines = [line.strip() for line in lock.splitlines() if line.startswith("torch==")]
     if len(lines) != 1 or not lines[0].endswith("+cpu"):
-        raise InstallError("constraints/cpu.txt must have one line torch==VERSION+cpu, not {}".format(lines))
+        raise InstallError(f"constraints/cpu.txt must have one line torch==VERSION+cpu, not {lines}")
     return lines[0]
 
 
@@ -59,14 +59,14 @@ def pip(venv: Path, *args: str) -> subprocess.CompletedProcess[str]:
 def must(result: subprocess.CompletedProcess[str], what: str) -> None:
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
-        raise InstallError("{} could not be installed; pip's own message is above".format(what))
+        raise InstallError(f"{what} could not be installed; pip's own message is above")
 
 
 def install_torch(venv: Path, requirement: str) -> None:
     """The CPU build of torch from pip's configured indexes, else from PyTorch's CPU index; never a CUDA build."""
     result = pip(venv, "--no-deps", requirement)
     if result.returncode != 0 and "No matching distribution found for torch" in result.stdout:
-        say("{} is not on pip's configured indexes; trying {}".format(requirement, TORCH_CPU_INDEX))
+        say(f"{requirement} is not on pip's configured indexes; trying {TORCH_CPU_INDEX}")
         result = pip(venv, "--no-deps", "--index-url", TORCH_CPU_INDEX, requirement)
     must(result, requirement)
 
@@ -81,8 +81,8 @@ def ensure_libnuma() -> None:
             subprocess.run(command, stdout=subprocess.DEVNULL, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
     if not has_libnuma():
         raise InstallError(
-            "the system library libnuma.so.1, which vLLM needs, is missing; install it (Debian, Ubuntu: `apt-get install libnuma1`; "
-            "Fedora: `dnf install numactl-libs`) and run the same command again"
+            "the system library libnuma.so.1, which vLLM needs, is missing; install it "
+            "(Debian, Ubuntu: `apt-get install libnuma1`; Fedora: `dnf install numactl-libs`) and run the same command again"
         )
 
 
@@ -101,15 +101,15 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    venv = parser.parse_args().venv
+    venv = parser.parse_args().venv.absolute()
     check_python(sys.version_info[:3], sys.executable)
     stamp, wanted = venv / ".megappo-installed", fingerprint(ROOT)
     if stamp.is_file() and stamp.read_text() == wanted and (venv / "bin" / "megappo").exists():
         return
     if not (venv / "bin" / "python").exists():
-        say("making {}".format(venv))
+        say(f"making {venv}")
         if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode != 0:
-            raise InstallError("{} -m venv failed; on Debian and Ubuntu install python3.11-venv".format(sys.executable))
+            raise InstallError(f"{sys.executable} -m venv failed; on Debian and Ubuntu install python3.11-venv")
     say("torch, CPU build")
     install_torch(venv, torch_requirement((ROOT / "constraints/cpu.txt").read_text()))
     say("the packages of constraints/cpu.txt (a minute or two)")
@@ -126,4 +126,4 @@ if __name__ == "__main__":
     try:
         main()
     except InstallError as error:
-        sys.exit("install: {}".format(error))
+        sys.exit(f"install: {error}")

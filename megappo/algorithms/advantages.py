@@ -22,9 +22,7 @@ def place_terminal_reward(scores: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(positions == last, scores.float().unsqueeze(-1), 0.0)
 
 
-def gae(
-    token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
+def gae(token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both (b, r) float32 and 0 at masked places.
 
         delta_t = r_t + gamma * V_{t+1} - V_t

@@ -1,6 +1,7 @@
 """Which tokens count? Masks from lengths or end tokens, and sums, means and whitening over valid tokens only.
 
-legend: b samples, r response width; masks are bool, True on valid tokens. What stands at a masked place never matters, NaN included.
+legend: b samples, r response width; masks are bool, True on valid tokens
+What stands at a masked place never matters, NaN included.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Is everything there that the config names? Model folders, tokenizer, data files, reward functions, extras. Nothing is executed."""
+"""Is everything there that the config names? Models, tokenizer, data files, reward functions, packages. Nothing is executed."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from megappo.config.resolve import Command
 from megappo.config.schema import Config
+from megappo.data.tasks import TASK_PREFIX
 from megappo.errors import UserError
 from megappo.models.shape import read_hf_config
-
-TASK_PREFIX = "reasoning_gym:"
+from megappo.rewards.functions import BUILT_IN
 
 
 def weights_problems(config: Config, command: Command) -> Iterator[str]:
@@ -30,7 +31,7 @@ def weights_problems(config: Config, command: Command) -> Iterator[str]:
             continue
         seen.add(path)
         if hf.get("quantization_config"):
-            yield f"{key}={path!r} is quantised (quantization_config in config.json), which is not supported; use the unquantised model"
+            yield f"{key}={path!r} is quantised (config.json has quantization_config), which is not supported; use the full one"
         if not any(Path(path).glob("*.safetensors")):
             yield f"{key}={path!r} has no .safetensors file; give a folder with weights, not only config.json"
 
@@ -56,29 +57,29 @@ def data_problems(config: Config, command: Command) -> Iterator[str]:
             yield f"{key}={source!r} is not a file; give a JSONL file, relative to the current directory"
         elif Path(source).stat().st_size == 0:
             yield f"{key}={source!r} is empty; give a JSONL file with one prompt a line"
-    if data.validation is None:
-        wanted = {"trainer.validate_every": config.trainer.validate_every} if command == "train" else {}
-        if command == "sft":
-            wanted = {"sft.evaluate_every": config.sft.evaluate_every}
-        yield from (f"{key}={value} needs data.validation; give a JSONL file, or set it to 0" for key, value in wanted.items() if value)
+    key, every = ("trainer.validate_every", config.trainer.validate_every)
+    if command == "sft":
+        key, every = ("sft.evaluate_every", config.sft.evaluate_every)
+    if data.validation is None and every:
+        yield f"{key}={every} needs data.validation; give a JSONL file, or set {key}=0"
     if data.system_prompt is not None and not data.chat_template:
         yield "data.system_prompt has no effect with data.chat_template=false; set data.chat_template=true or remove it"
     if data.task_options and not any((source or "").startswith(TASK_PREFIX) for source in (data.train, data.validation)):
-        yield f"data.task_options has no effect: data.train={data.train!r} is no generated task; remove it or use {TASK_PREFIX}TASK"
+        yield f"data.task_options has no effect on data.train={data.train!r}, which is no {TASK_PREFIX}TASK; remove it"
 
 
 def reward_problems(config: Config) -> Iterator[str]:
     """A reward function that cannot be found. A user's file is parsed, not run."""
     name = config.reward.function
-    if ".py" not in name:
-        from megappo.rewards.functions import BUILTIN
-
-        if name not in BUILTIN:
-            yield f"reward.function={name!r} is not known; use one of {', '.join(sorted(BUILTIN))}, or path/to/file.py:function"
+    if name in BUILT_IN:
+        if name == "reasoning_gym" and not config.data.train.startswith(TASK_PREFIX):
+            yield f"reward.function='reasoning_gym' scores only {TASK_PREFIX}TASK, and data.train={config.data.train!r}; use another"
         return
     path, _, function = name.rpartition(":")
-    if not path or not function:
-        yield f"reward.function={name!r} names no function; write {name.rstrip(':')}:FUNCTION"
+    if not path.endswith(".py") or not function:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(BUILT_IN)}"
+        yield f"reward.function={name!r} is neither a built-in reward nor path/to/file.py:function; {hint}"
         return
     if not Path(path).is_file():
         yield f"reward.function={name!r}: the file {path!r} does not exist; give its path relative to the current directory"
@@ -93,10 +94,12 @@ def reward_problems(config: Config) -> Iterator[str]:
         yield f"reward.function={name!r}: {path} defines no {function!r}; it has {', '.join(defined) or 'nothing'}"
 
 
-def extras_problems(config: Config) -> Iterator[str]:
+def extras_problems(config: Config, command: Command) -> Iterator[str]:
     """Packages that the config asks for and that are not installed."""
-    if config.rollout.engine == "vllm" and find_spec("vllm") is None:
+    if command == "train" and config.rollout.engine == "vllm" and find_spec("vllm") is None:
         yield "rollout.engine='vllm', but vllm is not installed; install megappo with its extra, or use rollout.engine=hf (slow)"
+    if "tensorboard" in config.run.trackers and find_spec("tensorboard") is None:
+        yield "run.trackers=['tensorboard'], but tensorboard is not installed; install megappo with the extra `trackers`"
 
 
 def _top_level_names(path: Path) -> list[str]:

@@ -11,7 +11,8 @@ from megappo.config.schema import Config, UpdateConfig
 _Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
 
 _COMMON: tuple[_Range, ...] = (
-    ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "rollout.max_prompt_tokens", "rollout.max_new_tokens", "data.task_size")),
+    ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "data.task_size")),
+    ("at least 1", lambda v: v >= 1, ("rollout.max_prompt_tokens", "rollout.max_new_tokens")),
     ("at least 0", lambda v: v >= 0, ("run.seed",)),
     ("more than 0", lambda v: v > 0, ("run.watchdog_s",)),
 )
@@ -62,7 +63,7 @@ def range_problems(config: Config, command: Command) -> Iterator[str]:
     if command == "train":
         yield from _contradictions(config)
     elif (config.sft.stop_at_accuracy is not None or config.sft.max_accuracy is not None) and config.sft.evaluate_every == 0:
-        yield "sft.evaluate_every=0 never measures what sft.stop_at_accuracy and sft.max_accuracy compare with; set it, e.g. to 10"
+        yield "sft.evaluate_every=0 never measures what sft.stop_at_accuracy and sft.max_accuracy compare; set it, e.g. to 10"
 
 
 def _optimizer_problems(role: str, section: UpdateConfig) -> Iterator[str]:
@@ -103,17 +104,18 @@ def batch_problems(config: Config, dp_of: Mapping[str, int], command: Command) -
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for role, section in (("actor", config.actor), ("critic", config.critic)):
         if role not in dp_of:
-            continue
+            continue  # its layout is refused, or the command has no such role
         budget = section.micro_batch_tokens
         if budget is not None and budget < longest:
             yield (
-                f"{role}.micro_batch_tokens={budget} does not hold one sample of rollout.max_prompt_tokens + rollout.max_new_tokens = "
-                f"{longest} tokens; use at least {longest}"
+                f"{role}.micro_batch_tokens={budget} does not hold one sample of up to {longest} tokens "
+                f"(rollout.max_prompt_tokens + rollout.max_new_tokens); use at least {longest}"
             )
         if command == "train":
             yield from _mini_batch_problems(config, role, section, dp_of[role])
         elif config.sft.batch_size % dp_of[role]:
-            yield f"sft.batch_size={config.sft.batch_size} is not a multiple of {role}.parallel.dp={dp_of[role]}; use {_multiples(config.sft.batch_size, dp_of[role])}"
+            size, dp = config.sft.batch_size, dp_of[role]
+            yield f"sft.batch_size={size} is not a multiple of {role}.parallel.dp={dp}; use {_multiples(size, dp)}"
 
 
 def _mini_batch_problems(config: Config, role: str, section: UpdateConfig, dp: int) -> Iterator[str]:
@@ -128,8 +130,10 @@ def _mini_batch_problems(config: Config, role: str, section: UpdateConfig, dp: i
     fits = [size for size in range(dp, samples + 1, dp) if samples % size == 0]
     if mini not in fits:
         near = [max((s for s in fits if s < mini), default=0), min((s for s in fits if s > mini), default=0)]
-        why = "is more than" if mini > samples else "does not divide" if samples % mini else f"is not a multiple of dp={dp} in"
-        yield f"{role}.mini_batch_size={mini} {why} {made_of}; use {' or '.join(str(s) for s in near if s)}"
+        why = f"is more than {made_of}" if mini > samples else f"does not divide {made_of}"
+        if samples % mini == 0:
+            why = f"is not a multiple of {role}.parallel.dp={dp}"
+        yield f"{role}.mini_batch_size={mini} {why}; use {' or '.join(str(s) for s in near if s)}"
     elif section.micro_batch_tokens is None and micro * dp > mini:
         yield (
             f"{role}.micro_batch_size={micro} is more than a rank's part of {role}.mini_batch_size={mini} "

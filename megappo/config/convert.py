@@ -24,7 +24,7 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a finite number", st
 
 
 def build(cls: type[T], data: Mapping[Any, Any], errors: list[str], prefix: str = "") -> T:
-    """An instance of the dataclass `cls` from `data`. Appends one line to `errors` for each misfit, in whose place the default stands."""
+    """An instance of the dataclass `cls` from `data`. Each misfit adds one line to `errors`; the default stands in its place."""
     hints = get_type_hints(cls)
     by_name = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
     errors += [_unknown(f"{prefix}{key}", prefix, list(by_name)) for key in data if key not in by_name]
@@ -33,7 +33,7 @@ def build(cls: type[T], data: Mapping[Any, Any], errors: list[str], prefix: str 
         if name in data:
             values[name] = _convert(hints[name], data[name], f"{prefix}{name}", default_of(field), errors)
         elif is_dataclass(hints[name]):
-            values[name] = build(hints[name], {}, errors, f"{prefix}{name}.")  # type: ignore[arg-type]
+            values[name] = build(hints[name], {}, errors, f"{prefix}{name}.")
     return cls(**values)
 
 
@@ -78,7 +78,7 @@ def _convert(hint: Any, value: Any, key: str, default: Any, errors: list[str]) -
             value = {}
         if isinstance(value, Mapping):
             return build(inner, value, errors, f"{key}.")  # type: ignore[arg-type]
-        errors.append(f"{key}={value!r} is {_kind(value)}; {key} is a section: give its keys, e.g. {key}.{fields(inner)[0].name}")  # type: ignore[arg-type]
+        errors.append(f"{key}={value!r} is {_kind(value)}; {key} is a section: give its keys, e.g. {key}.{fields(inner)[0].name}")
         return default
     if isinstance(value, str) and value == MANDATORY:
         return value

@@ -95,7 +95,7 @@ def _parse_override(text: str, errors: list[str]) -> DictConfig | None:
     nested: Any = value
     for word in reversed(key.split(".")):
         nested = {word: nested}
-    return OmegaConf.create(nested)
+    return DictConfig(nested)
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What does a key that the user left open stand for? `resolve`: the only place where defaults follow from other keys. No torch."""
+"""What does a key that the user left open stand for? `resolve`: the one place where defaults follow from other keys. No torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def resolve(config: Config, command: Command = "train") -> Config:
             parallel=config.critic.parallel or layout,
             path=config.critic.path or model.path,
         ),
-        reference=replace(
-            reference, enabled=enabled, parallel=reference.parallel or layout, path=reference.path or model.path
-        ),
+        reference=replace(reference, enabled=enabled, parallel=reference.parallel or layout, path=reference.path or model.path),
         rollout=replace(rollout, dtype=engine_dtype, logprob_tolerance=tolerance),
     )
 

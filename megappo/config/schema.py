@@ -25,6 +25,8 @@ class RunConfig:
     """Seconds without a sign of life from a rank after which the run ends."""
     threads_per_rank: int = 1
     """CPU threads of each rank. More than one costs speed wherever ranks share cores."""
+    trackers: tuple[Literal["tensorboard"], ...] = ()
+    """Where metrics go besides metrics.jsonl: `tensorboard` writes event files to `tensorboard/` in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class CriticConfig(UpdateConfig):
     parallel: ParallelConfig | None = None  # type: ignore[assignment]
     """Layout of the critic in the same ranks; default: the actor's."""
     path: str | None = None
-    """Hugging Face folder that the critic starts from (with or without a `score.weight`); default: model.path with a head of zeros."""
+    """Hugging Face folder that the critic starts from; without a `score.weight` its head starts at 0. Default: model.path."""
     value_clip_range: float | None = None
     """Clip of the value's change in the value loss; none: no clip."""
 
@@ -258,8 +260,8 @@ class TrainerConfig:
     validate_every: int = 0
     """Validate greedily every k steps; 0: only before the first and after the last step where data.validation is given."""
     save_every: int = 0
-    """Write the actor as a Hugging Face folder to checkpoints/step_000100/actor every k steps; 0: never. The final weights are always
-    written to `final/`."""
+    """Write the actor as a Hugging Face folder to checkpoints/step_000100/actor every k steps; 0: never. The final weights are
+    always written to `final/`."""
     max_validation_rows: int | None = None
     """Use only the first rows of data.validation."""
 

@@ -1,7 +1,7 @@
 """How do several roles live in one process? One worker object that passes each call on to the role its prefix names.
 
-    worker = create_colocated_worker({"actor": actor, "critic": critic}, activate=groups.active)
-    worker.actor_update(...)            # the method `update` of the actor, with the actor's process groups active
+worker = create_colocated_worker({"actor": actor, "critic": critic}, activate=groups.active)
+worker.actor_update(...)            # the method `update` of the actor, with the actor's process groups active
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ data-parallel order they stand in the batch's own order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from enum import Enum
 from typing import TypeVar
@@ -45,10 +46,10 @@ def dispatch_mode(method: object) -> Dispatch | None:
 
 
 def split_rows(num_rows: int, dp: int) -> list[slice]:
-    """`dp` contiguous slices that cover `num_rows` rows in order. Sizes differ by at most one, the larger first; some may be empty."""
+    """`dp` contiguous slices that cover the rows in order. Sizes differ by at most one, the larger first; some may be empty."""
     size, larger = divmod(num_rows, dp)
     starts = [size * d + min(d, larger) for d in range(dp + 1)]
-    return [slice(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def rows_of_ranks(layout: ParallelLayout, num_rows: int) -> list[slice]:

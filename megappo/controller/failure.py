@@ -1,7 +1,7 @@
 """What ended the run? The first cause, as one record that every process agrees on: `failure.json` in the run folder.
 
-The first to write wins. A rank whose collective broke because another rank is gone is a consequence, not a cause: it waits a moment
-for the cause to be written (`is_consequence`).
+The first to write wins. A rank whose collective broke because another rank is gone tells of a consequence, not of the cause: it
+waits a moment for the cause to be written (`is_consequence`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Each rank beats on the rendezvous store: rank r is in phase p since t. A watchdo
 - another rank has recorded a failure (on the store or in the run folder),
 - the process of another rank on this host ended without saying goodbye,
 - a rank's beat is missing for `watchdog_s`, or the store does not answer for as long.
-It records the first cause, gives the main thread `grace_s` to end by itself (Python cannot unwind a thread that waits inside gloo or
-NCCL), and then calls os._exit(1).
+It records the first cause, gives the main thread `grace_s` to end by itself (Python cannot unwind a thread that waits inside gloo
+or NCCL), and then calls os._exit(1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megappo.controller.failure import (
     Failure,
@@ -41,6 +41,7 @@ logger = logging.getLogger("megappo")
 STORE_PREFIX = "megappo/watchdog"
 CAUSE_WAIT_S = 1.0  # how long a consequence waits for its cause to be recorded
 TICK_S = 0.2
+LOOK_EVERY_S = 1.0
 
 
 class Watchdog:
@@ -59,7 +60,7 @@ class Watchdog:
         self.watchdog_s, self.grace_s = watchdog_s, grace_s
         self.failure: Failure | None = None
         # A client of its own: the main thread may block in a `get` or `wait` and would hold a shared one.
-        self._beats: Store = PrefixStore(STORE_PREFIX, store.clone())
+        self._beats: Store = PrefixStore(STORE_PREFIX, store.clone())  # type: ignore[attr-defined]
         self._phase, self._phase_since = "start", time.monotonic()
         self._is_ending = False
         self._closed = threading.Event()
@@ -141,7 +142,7 @@ class Watchdog:
                     beat = {"n": beat_number, "phase": self._phase, "for_s": round(now - self._phase_since, 1)}
                     self._beats.set(f"beat/{self.rank}", json.dumps(beat))
                 if now >= next_look:
-                    next_look = now + interval
+                    next_look = now + min(interval, LOOK_EVERY_S)
                     self._look_for_failure()
                     self._find_peers()
                     self._check_beats()
@@ -267,10 +268,19 @@ class Watchdog:
             if self._exit_at is None and silence > self.watchdog_s and not self._is_ending:
                 what = f"had no answer from the rendezvous store for {silence:.0f} s (run.watchdog_s={self.watchdog_s:g})"
                 host = socket.gethostname()
-                failure = Failure(what, self.rank, host, os.getpid(), self._phase, time.time(), log=log_path(self.run_dir, self.rank))
+                failure = Failure(
+                    what, self.rank, host, os.getpid(), self._phase, time.time(), log=log_path(self.run_dir, self.rank)
+                )
                 self._notice(write_failure(self.run_dir, failure) if self.run_dir is not None else failure)
             if self._exit_at is not None and now > self._exit_at:
                 end_process(f"rank {self.rank} was in {self._phase} and ends, since the run has failed: {self.failure}")
+
+
+def last_phase(store: Store, rank: int) -> str:
+    """What a rank was doing at its last beat; for the launcher, once the rank has ended."""
+    beats = PrefixStore(STORE_PREFIX, store)
+    key = f"beat/{rank}"
+    return str(json.loads(beats.get(key))["phase"]) if beats.check([key]) else "start"
 
 
 def end_process(message: str) -> None:

@@ -59,7 +59,9 @@ def decode(frames: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     schema = header.pop("schema")
     if len(schema) != len(frames) - 1:
         raise ValueError(f"the header tells of {len(schema)} tensors, the message holds {len(frames) - 1}")
-    tensors = {name: _tensor_of(_buffer(frame), name, dtype, shape) for (name, dtype, shape), frame in zip(schema, frames[1:], strict=True)}
+    tensors = {}
+    for (name, dtype, shape), frame in zip(schema, frames[1:], strict=True):
+        tensors[name] = _tensor_of(_buffer(frame), name, dtype, shape)
     return header, tensors
 
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -162,11 +168,22 @@ def build_chunks(
             rotary_base=int(shape.rope_theta),
             vp_stage=chunk if layout.vpp > 1 else None,
         ).to(device())
+        _mark_tensor_parallel(model)
         built = [layer.layer_number - 1 for layer in model.decoder.layers]
         if built != list(layout.layers(stage, chunk)):
             raise RuntimeError(f"megatron built layers {built} on stage {stage} chunk {chunk}, the layout says {layout.layers(stage, chunk)}")
         chunks.append(model)
     return chunks
+
+
+def _mark_tensor_parallel(model: GPTChunk) -> None:
+    """Say which parameters are shards. Megatron does so while it initializes them, which we skip; without the mark a shard of
+    tp rank 1 is taken for a copy and left out of the gradient norm."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None and not getattr(module.weight, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def _block_spec(layer_spec: Any, config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -29,7 +29,7 @@ class MicroBatch:
     labels: Tensor
     """(n,) the response tokens"""
     mask: Tensor
-    """(n,) float32: 1, or 0 where the micro-batch is only there to fill the schedule"""
+    """(n,) bool: False where the micro-batch is only there to fill the schedule"""
     rows: Tensor
     """(n,) sample of each scored token"""
     columns: Tensor
@@ -186,5 +186,5 @@ def _micro_batch(
     column: Tensor,
     values: dict[str, Tensor],
 ) -> MicroBatch:
-    mask = torch.full(labels.shape, float(rows.counts), dtype=torch.float32, device=labels.device)
+    mask = torch.full(labels.shape, rows.counts, device=labels.device)
     return MicroBatch(ids, positions, attention, scored, labels, mask, rows.index.to(local.device)[local], column, values)

@@ -62,7 +62,7 @@ class PipelineModel:
         for micro_batch, values in zip(micro_batches, found, strict=True):
             for name, value in values.items():
                 column = columns.setdefault(name, torch.zeros(shape, dtype=torch.float32))
-                counts = micro_batch.mask.bool()
+                counts = micro_batch.mask
                 column[micro_batch.rows[counts].cpu(), micro_batch.columns[counts].cpu()] = value[counts].float().cpu()
         return columns
 

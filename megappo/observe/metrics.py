@@ -1,4 +1,4 @@
-"""What is measured, and where is it kept? The table of metrics, and `MetricsWriter`: one row a step in metrics.jsonl. No torch."""
+"""What is measured, and where is it kept? The table of metrics, and `MetricsWriter`: one row a step. No torch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ ENDS = 5
 """Steps at either end of the run that the mean reward is taken over."""
 
 
-def summary_lines(rewards: Sequence[float], accuracy_before: float | None = None, accuracy_after: float | None = None) -> list[str]:
+def summary_lines(
+    rewards: Sequence[float], accuracy_before: float | None = None, accuracy_after: float | None = None
+) -> list[str]:
     """`mean reward: 0.16 -> 0.45` (first 5 steps -> last 5), then, where it was measured, `held-out accuracy: 0.41 -> 0.93`.
 
     rewards: `reward/mean` of each step. With fewer than 10 steps the two ends are the two halves.

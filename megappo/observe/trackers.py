@@ -1,4 +1,4 @@
-"""Who else wants the metrics? `Tracker` (Protocol), metrics.jsonl, and TensorBoard. The only file that knows a tracking library."""
+"""Who else wants the metrics? `Tracker`, metrics.jsonl, and TensorBoard. The one file that knows a tracking library."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.optimizer.optimizer",  # loss scale, found_inf
     "megatron.core.optimizer.grad_scaler",  # loss scale
     "megatron.core.distributed.param_and_grad_buffer",  # a warm-up tensor
+    "megatron.core.utils",  # the gradient norm without apex
 )
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 _CPU_TYPE_NAMES = {

@@ -208,8 +208,8 @@ class WeightBuffer:
         free = available_memory_bytes()
         if free is not None and size > free:
             raise UserError(
-                f"the weight buffer needs {size / 2**20:.0f} MiB of shared memory, {free / 2**20:.0f} MiB are free; use a smaller "
-                "model or dtype, or give the job more memory"
+                f"the weight buffer needs {size / 2**20:.0f} MiB of shared memory, {free / 2**20:.0f} MiB are free; "
+                "use a smaller model or dtype, or give the job more memory"
             )
         fd = os.memfd_create("megappo_weights", os.MFD_CLOEXEC)
         try:

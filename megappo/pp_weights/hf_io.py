@@ -108,7 +108,7 @@ class HFReader:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             try:
-                self._files[file] = safe_open(self.folder / file, framework="pt")  # type: ignore[no-untyped-call]
+                self._files[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{self.folder / file}: cannot be read as safetensors ({error}); copy the file again") from None
         return self._files[file]
@@ -200,7 +200,7 @@ def _write_shards(
     if len(shards) == 1:
         (draft / "shard-1").rename(draft / SINGLE)
         return written
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (draft / f"shard-{number}").rename(draft / file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -28,7 +29,8 @@ class Piece:
 
     HF side: [start, stop) along `dim` of `hf_name`, whose full shape is `hf_shape`. Local side: dim 0 of `param` is first cut
     into `split` sizes (if any), then [local_start, local_stop) is taken along `local_dim`.
-    is_exported: whether this rank's values are the ones that leave (one tp rank of a replicated tensor, never the tied copy).
+    role: of several holders of the same values one is the "owner", whose values leave; the others are a "replica" (further tp
+    ranks of a replicated tensor) or the "tied_copy" (the last stage's embedding).
     A piece may be empty (start == stop): a vocabulary shard that holds nothing but padding.
     """
 
@@ -43,7 +45,7 @@ class Piece:
     local_start: int
     local_stop: int
     split: tuple[int, ...] = ()
-    is_exported: bool = True
+    role: Literal["owner", "replica", "tied_copy"] = "owner"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,7 +54,7 @@ class Piece:
 
     def local(self, param: torch.Tensor) -> torch.Tensor:
         """View of the parameter."""
-        split = param.unflatten(0, self.split) if self.split else param
+        split = torch.unflatten(param, 0, self.split) if self.split else param
         return split.narrow(self.local_dim, self.local_start, self.local_stop - self.local_start)
 
     def hf(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +65,7 @@ class Piece:
         """View of the HF slice alone (`shape`), with the shape of `local`."""
         if not self.split:
             return hf_slice
-        return hf_slice.unflatten(0, (self.split[0], self.local_stop - self.local_start, self.split[2]))
+        return torch.unflatten(hf_slice, 0, (self.split[0], self.local_stop - self.local_start, self.split[2]))
 
 
 def expected_hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -91,10 +93,9 @@ def rule_pieces(rule: ParamRule, shape: ModelShape, tp: int, tp_rank: int, local
     param = rule.megatron.format(layer=local_layer)
     names = [name.format(layer=layer) for name in rule.hf]
     sizes = _hf_shapes(rule, shape)
-    exported = rule is not TIED_COPY
     if rule.cut == "replicated":
         rows = sizes[0][0]
-        return [Piece(param, sizes[0], names[0], sizes[0], 0, 0, rows, 0, 0, rows, is_exported=exported and tp_rank == 0)]
+        return [Piece(param, sizes[0], names[0], sizes[0], 0, 0, rows, 0, 0, rows, role="replica" if tp_rank else "owner")]
     if rule.cut in ("column", "row"):
         dim = 0 if rule.cut == "column" else 1
         part = sizes[0][dim] // tp
@@ -104,7 +105,8 @@ def rule_pieces(rule: ParamRule, shape: ModelShape, tp: int, tp_rank: int, local
         rows = shape.padded_vocab_size(tp) // tp
         start, stop = (min(bound * rows, shape.vocab_size) for bound in (tp_rank, tp_rank + 1))
         local_shape = (rows, *sizes[0][1:])
-        return [Piece(param, local_shape, names[0], sizes[0], 0, start, stop, 0, 0, stop - start, is_exported=exported)]
+        role: Literal["owner", "tied_copy"] = "tied_copy" if rule is TIED_COPY else "owner"
+        return [Piece(param, local_shape, names[0], sizes[0], 0, start, stop, 0, 0, stop - start, role=role)]
     if rule.cut == "gate_up":
         part = sizes[0][0] // tp
         local_shape = (2 * part, *sizes[0][1:])
@@ -122,16 +124,6 @@ def rule_pieces(rule: ParamRule, shape: ModelShape, tp: int, tp_rank: int, local
         rows = groups * (last - first) * shape.head_dim
         pieces.append(Piece(param, local_shape, name, size, 0, tp_rank * rows, (tp_rank + 1) * rows, 1, first, last, split))
     return pieces
-
-
-def complete_names(shape: ModelShape, layout: ParallelLayout) -> list[str]:
-    """Megatron's names of all parameters, with global layer numbers, the tied copy included where the layout has one."""
-    return [
-        rule.megatron.format(layer=layer)
-        for stage in range(layout.pp)
-        for chunk in range(layout.vpp)
-        for rule, _, layer in _rules_in_chunk(shape, layout, stage, chunk)
-    ]
 
 
 def check_tensor_parallel(shape: ModelShape, layout: ParallelLayout) -> None:

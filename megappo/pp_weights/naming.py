@@ -33,27 +33,30 @@ def normalize_pp_vpp_params(params: Sequence[Sequence[Mapping[str, T]]], layout:
         )
     complete: dict[str, T] = {}
     origin: dict[str, str] = {}
-    absent = set(range(layout.num_layers))
     for stage, chunks in enumerate(params):
         for chunk, named in enumerate(chunks):
-            layers = layout.layers(stage, chunk)
             for local_name, value in named.items():
-                name, where = local_name, f"stage {stage}, chunk {chunk} ({local_name})"
-                match = _LAYER.match(local_name)
-                if match:
-                    local = int(match[2])
-                    if local >= len(layers):
-                        raise RunFailed(
-                            f"{where}: the chunk has {len(layers)} layers, so names must count from 0 to {len(layers) - 1}"
-                        )
-                    name = f"{match[1]}{layers[local]}{match[3]}"
-                    absent.discard(layers[local])
+                name = complete_name(local_name, layout, stage, chunk)
+                where = f"stage {stage}, chunk {chunk} ({local_name})"
                 if name in complete:
                     raise RunFailed(f"{name} comes twice: from {origin[name]} and from {where}")
                 complete[name], origin[name] = value, where
+    held = {int(match[2]) for match in map(_LAYER.match, complete) if match}
+    absent = [layer for layer in range(layout.num_layers) if layer not in held]
     if absent:
-        raise RunFailed(f"no chunk holds layers {sorted(absent)} of {layout.num_layers}")
+        raise RunFailed(f"no chunk holds layers {absent} of {layout.num_layers}")
     return complete
+
+
+def complete_name(local_name: str, layout: ParallelLayout, stage: int, chunk: int) -> str:
+    """Megatron's name with the global layer number."""
+    match = _LAYER.match(local_name)
+    if not match:
+        return local_name
+    layers = layout.layers(stage, chunk)
+    if int(match[2]) >= len(layers):
+        raise RunFailed(f"stage {stage}, chunk {chunk}: {local_name} is not one of its {len(layers)} layers; they count from 0")
+    return f"{match[1]}{layers[int(match[2])]}{match[3]}"
 
 
 def _params_of(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:

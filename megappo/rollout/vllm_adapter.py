@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megappo.rollout.engine import SamplingParams
 logger = logging.getLogger("megappo")
 
 WORKER_EXTENSION = "megappo.rollout.vllm_adapter.WeightReceiver"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def start(settings: VllmSettings) -> Any:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_bytes}
     llm = LLM(**options)
     llm.collective_rpc("megappo_die_with_parent")
+    _unlink_shared_memory(llm)
     # the first generate compiles and fills caches for seconds; here the trainer is still loading its model
     for temperature in (0.0, 1.0):
         generate(llm, [[0]], SamplingParams(temperature, 1.0, -1, 2, ()), [0])
@@ -85,6 +88,25 @@ def update(llm: Any, expected: dict[str, tuple[int, ...]], path: str, manifest: 
     llm.collective_rpc("megappo_load_weights", args=(path, manifest.to_json()))
     if not llm.reset_prefix_cache():  # keys and values of the old weights must never meet a new prompt
         raise RunFailed("vLLM did not reset its prefix cache: requests are still running")
+
+
+def _unlink_shared_memory(llm: Any) -> None:
+    """Take the names off vLLM's shared memory (tp > 1) now that every worker has it open: a killed run leaves no file behind."""
+    from multiprocessing import resource_tracker
+
+    names = set(mapped_shared_memory()).union(*llm.collective_rpc("megappo_mapped_shared_memory"))
+    for name in names:
+        (SHARED_MEMORY / name).unlink()
+        if name.startswith("psm_"):  # Python's own; the others are made by vLLM's C++
+            resource_tracker.unregister(f"/{name}", "shared_memory")
+
+
+def mapped_shared_memory() -> list[str]:
+    """Names under /dev/shm that this process has mapped and that still exist."""
+    prefix = f"{SHARED_MEMORY}/"
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = {line.partition(prefix)[2] for line in lines if prefix in line}
+    return sorted(name for name in names if (SHARED_MEMORY / name).exists())
 
 
 def sleep(llm: Any, settings: VllmSettings) -> None:
@@ -189,6 +211,9 @@ class WeightReceiver:
         if parent is not None:
             die_with_parent(parent.pid)
 
+    def megappo_mapped_shared_memory(self) -> list[str]:
+        return mapped_shared_memory()
+
     def megappo_expected_weights(self) -> dict[str, tuple[int, ...]]:
         return _hf_shapes(self.model_runner.get_model())  # type: ignore[attr-defined]
 
@@ -197,11 +222,22 @@ class WeightReceiver:
         buffer = WeightBuffer.open(path, manifest)
         try:
             self.model_runner.reload_weights(weights_iterator=iter(buffer.views().items()))  # type: ignore[attr-defined]
+            _refresh_tied_head(self.model_runner.get_model())  # type: ignore[attr-defined]
         except BaseException:
             _abandon_reload(self.model_runner)  # type: ignore[attr-defined]
             raise
         finally:
             buffer.close()
+
+
+def _refresh_tied_head(model: torch.nn.Module) -> None:
+    """vLLM's reload does not visit a head tied to the embedding: on a CPU its packed copy would keep the old weights."""
+    if _is_tied(model):
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def _abandon_reload(runner: Any) -> None:
@@ -216,8 +252,7 @@ def _abandon_reload(runner: Any) -> None:
 
 def _hf_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """HF name -> full shape, from vLLM's modules. Their parameters do not tell: they are fused, cut over tp, and emptied on a CPU."""
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    return dict(_walk(model, getattr(model, "packed_modules_mapping", {}), tied))
+    return dict(_walk(model, getattr(model, "packed_modules_mapping", {}), _is_tied(model)))
 
 
 def _walk(model: torch.nn.Module, packed: dict[str, list[str]], tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

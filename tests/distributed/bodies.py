@@ -80,7 +80,7 @@ def exported_pieces(model: PipelineModel) -> list[tuple[str, tuple[int, ...], in
     for i, chunk in enumerate(model.chunks):
         params = dict(chunk.named_parameters())
         for piece in chunk_pieces(model.shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, i):
-            if piece.is_exported:
+            if piece.role == "owner":
                 value = piece.local(params[piece.param].data).reshape(piece.shape).float().clone()
                 out.append((piece.hf_name, piece.hf_shape, piece.dim, piece.start, piece.stop, value))
     return out

@@ -1,0 +1,134 @@
+"""Do the layouts fit the models and the ranks? Layouts of actor, critic and reference, and the world that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megappo.config.schema import Config, ParallelConfig
+from megappo.errors import UserError
+from megappo.models.shape import ModelShape
+from megappo.parallel_state.layout import ParallelLayout
+
+Layouts = dict[str, ParallelLayout]
+_SIZES = ("num_heads", "num_kv_heads", "ffn_size")
+
+
+def role_layouts(config: Config, shapes: dict[str, ModelShape | None], problems: list[str]) -> Layouts:
+    """{role: layout} of the roles in `shapes` that have a valid one. What a role shares with the actor is reported once."""
+    layouts: Layouts = {}
+    for role, shape in shapes.items():
+        parallel: ParallelConfig = getattr(config, role).parallel
+        if (
+            role != "actor"
+            and "actor" not in layouts
+            and parallel == config.actor.parallel
+            and _cut_alike(shape, shapes["actor"])
+        ):
+            continue
+        found = list(_axis_problems(f"{role}.parallel", parallel))
+        if shape is not None:
+            found += _tp_problems(f"{role}.parallel", parallel.tp, shape)
+            try:
+                layout = _layout(f"{role}.parallel", parallel, shape)
+            except UserError as error:
+                found.append(str(error))
+            else:
+                if not found:
+                    layouts[role] = layout
+        problems += found
+    return layouts
+
+
+def world_problems(config: Config, layouts: Layouts, world_size: int | None) -> Iterator[str]:
+    """Layouts that need other numbers of ranks than each other, or than a launcher has started."""
+    if config.run.launcher == "torchrun" and world_size is None:
+        yield "run.launcher='torchrun', but RANK and WORLD_SIZE are not set; start with torchrun, or use run.launcher=local"
+    if not layouts:
+        return
+    first, *others = layouts.values()
+    for layout in others:
+        if layout.world_size != first.world_size:
+            yield (
+                f"{layout.key} needs {_formula(layout)}, {first.key} needs {_formula(first)}, and all models share the same "
+                f"ranks; {_mend_dp(layout, first.world_size)}"
+            )
+    if world_size is not None and world_size != first.world_size:
+        yield (
+            f"WORLD_SIZE={world_size}, but {first.key} needs {_formula(first)}; start {first.world_size} ranks, "
+            f"or {_mend_dp(first, world_size)}"
+        )
+
+
+def rollout_tp_problems(config: Config, shape: ModelShape | None, actor: ParallelLayout | None) -> Iterator[str]:
+    """A tensor-parallel degree that the engine, the model, the ranks or the hand-over of weights cannot have."""
+    tp, actor_tp = config.rollout.tp, config.actor.parallel.tp
+    if tp < 1:
+        return  # out of range, and said so
+    if config.rollout.engine == "hf" and tp > 1:
+        yield f"rollout.tp={tp} is not possible with rollout.engine='hf'; set rollout.tp=1 or rollout.engine=vllm"
+    if config.pp_weights.gather == "pp" and tp != actor_tp:
+        yield (
+            f"pp_weights.gather='pp' keeps tensor-parallel shards in place, but rollout.tp={tp} is not "
+            f"actor.parallel.tp={actor_tp}; set rollout.tp={actor_tp} or pp_weights.gather=full"
+        )
+    if shape is None or actor is None:
+        return
+    kv, ranks = shape.num_kv_heads, actor.world_size
+    fits = [t for t in _divisors(shape.num_heads) if ranks % t == 0 and (kv % t == 0 or t % kv == 0)]
+    if tp not in fits:
+        yield (
+            f"rollout.tp={tp} must divide num_heads={shape.num_heads}, fit num_kv_heads={kv} and divide the {ranks} ranks of "
+            f"actor.parallel; use {' or '.join(map(str, fits))}"
+        )
+
+
+def _layout(key: str, parallel: ParallelConfig, shape: ModelShape) -> ParallelLayout:
+    return ParallelLayout(
+        num_layers=shape.num_layers,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        dp=parallel.dp,
+        layers_per_stage=parallel.layers_per_stage,
+        key=key,
+    )
+
+
+def _cut_alike(one: ModelShape | None, other: ModelShape | None) -> bool:
+    """Whether the same layout fits both, or neither is known."""
+    return all(getattr(one, size, None) == getattr(other, size, None) for size in ("num_layers", *_SIZES))
+
+
+def _axis_problems(key: str, parallel: ParallelConfig) -> Iterator[str]:
+    for axis, what in (("cp", "context"), ("ep", "expert")):
+        if getattr(parallel, axis) > 1:
+            yield f"{key}.{axis}={getattr(parallel, axis)}: {what} parallelism is not supported yet; set it to 1"
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield f"{key}.sequence_parallel=true needs {key}.tp of 2 or more, and it is 1; raise tp or turn it off"
+
+
+def _tp_problems(key: str, tp: int, shape: ModelShape) -> Iterator[str]:
+    if tp < 1:
+        return  # the layout refuses it
+    sizes = {size: getattr(shape, size) for size in _SIZES}
+    misfits = [f"{size}={value}" for size, value in sizes.items() if value % tp]
+    if misfits:
+        fits = [t for t in _divisors(shape.num_kv_heads) if all(value % t == 0 for value in sizes.values())]
+        yield f"{key}.tp={tp} does not divide {' and '.join(misfits)}; use {' or '.join(map(str, fits))}"
+
+
+def _formula(layout: ParallelLayout) -> str:
+    return f"tp x cp x pp x dp = {layout.tp} x {layout.cp} x {layout.pp} x {layout.dp} = {layout.world_size} ranks"
+
+
+def _mend_dp(layout: ParallelLayout, world_size: int) -> str:
+    rest = layout.world_size // layout.dp
+    if world_size % rest == 0:
+        return f"set {layout.key}.dp={world_size // rest}"
+    return f"choose {layout.key}.tp, cp and pp so that their product (now {rest}) divides {world_size}"
+
+
+def _divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]

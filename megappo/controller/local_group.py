@@ -1,0 +1,298 @@
+"""How does the driver in rank 0's process call methods on all ranks? Over sockets: send to all, do its own share, collect.
+
+Idle ranks wait in `serve` on their socket, never inside a collective. A call costs a header and the rows' bytes for each rank.
+The port and a token of this run are published in the rendezvous store; whoever does not know the token is not heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from megappo.controller.colocate import ColocatedWorker
+from megappo.controller.dispatch import Dispatch, check_world, collectors, dispatch_mode, rows_of_ranks
+from megappo.controller.failure import Failure, RankFailed, failure_of
+from megappo.controller.watchdog import Watchdog
+from megappo.controller.wire import decode, encode, plain
+from megappo.controller.worker import Tensors, join_rows, num_rows, perform
+from megappo.errors import RunFailed
+from megappo.parallel_state.layout import ParallelLayout
+
+logger = logging.getLogger("megappo")
+
+COPY_BELOW_BYTES = 65536  # a small frame is copied sooner than handed to zmq's thread for keeping
+POLL_MS = 200  # how often a wait looks at the watchdog
+
+
+class LocalWorkerGroup:
+    """The driver's end. World size 1 needs no watchdog and opens no socket.
+
+    layouts: layout of each role; a role that is only called by Dispatch.ALL needs none.
+    worker: this process's own worker, rank 0's.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, ParallelLayout],
+        worker: ColocatedWorker,
+        watchdog: Watchdog | None = None,
+        name: str = "controller",
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.world_size = watchdog.world_size if watchdog else 1
+        if watchdog and watchdog.rank != 0:
+            raise ValueError(f"the driver runs on rank 0, not on rank {watchdog.rank}")
+        for layout in layouts.values():
+            check_world(layout, self.world_size)
+        self.layouts, self.worker, self._watchdog = dict(layouts), worker, watchdog
+        self._call_number = 0
+        self._failure: Failure | None = None
+        self._is_over = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._identities: dict[int, bytes] = {}
+        self._ranks: dict[bytes, int] = {}
+        if watchdog and self.world_size > 1:
+            with watchdog.phase("waiting for the other ranks"):
+                self._meet(watchdog, name, start_timeout_s)
+
+    def call(self, role: str, method: str, /, tensors: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
+        """See WorkerGroup.call. Workers get copies or received bytes, never the memory of `tensors`."""
+        if self._failure is not None:
+            raise self._failure.error()
+        what = f"{role}.{method}"
+        mode = dispatch_mode(self.worker.method(role, method))
+        kwargs = plain(kwargs, f"the arguments of {what}")
+        if mode is Dispatch.DP:
+            if tensors is None:
+                raise ValueError(f"{what} is split by rows: it needs tensors")
+            if role not in self.layouts:
+                raise ValueError(f"{what} is split by rows: the group was given no layout of the role {role!r}")
+            rows = rows_of_ranks(self.layouts[role], num_rows(tensors))
+            collecting = collectors(self.layouts[role])
+        else:
+            rows = [slice(None)] * self.world_size
+            collecting = list(range(self.world_size))
+
+        self._call_number += 1
+        header = {"call": self._call_number, "role": role, "method": method, "kwargs": kwargs, "has_tensors": tensors is not None}
+        self._send_to_others(header, tensors, rows, collecting)
+        # A copy, as the other ranks have one: a worker that writes into its rows must not change the driver's batch.
+        own = None if tensors is None else {name: tensor[rows[0]].clone() for name, tensor in tensors.items()}
+        try:
+            with _phase(self._watchdog, what):
+                results = {0: perform(self.worker, role, method, own, kwargs, 0 in collecting)}
+        except Exception as error:
+            raise self._failed(self._own_failure(error, what)) from error
+        with _phase(self._watchdog, f"waiting for {what}"):
+            results.update(self._collect(what))
+        if mode is not Dispatch.DP:
+            return [value if found is None else (found, value) for value, found in (results[rank] for rank in collecting)]
+        parts = [results[rank][1] or {} for rank in collecting]
+        joined = join_rows(parts, what)
+        ids = "sample_ids"
+        if tensors and ids in joined and ids in tensors and not torch.equal(joined[ids], tensors[ids]):
+            raise RunFailed(f"{what} returned its rows in another order than it got them ({ids} differ)")
+        return joined, results[collecting[0]][0]
+
+    def close(self) -> None:
+        """Tell all ranks that the run is over. After a failure the sockets are just closed."""
+        if self._context.closed:
+            return
+        try:
+            if self._failure is None and not self._is_over:
+                self._call_number += 1
+                for rank in self._identities:
+                    self._send(rank, encode({"call": self._call_number, "stop": True}))
+                with _phase(self._watchdog, "waiting for the other ranks to end"):
+                    self._collect("stop")
+                if self._watchdog:
+                    self._watchdog.expect_end()
+        finally:
+            self._is_over = True
+            self._context.destroy(linger=0)
+
+    def __enter__(self) -> LocalWorkerGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and self._failure is None:  # the driver's own; the others hear of it from their watchdogs
+            self._failure = self._own_failure(error, "the driver")
+        self._is_over = error is not None
+        self.close()
+
+    # -- meeting ------------------------------------------------------------------------------------------------------------
+
+    def _meet(self, watchdog: Watchdog, name: str, timeout_s: float) -> None:
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        _set_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1" if address in ("127.0.0.1", "localhost") else "tcp://*")
+        token = secrets.token_hex(16)
+        watchdog.store.set(f"megappo/{name}", json.dumps({"host": address, "port": port, "token": token}))
+        expected = {_identity(token, rank): rank for rank in range(1, self.world_size)}
+        deadline = time.monotonic() + timeout_s
+        while len(self._identities) < len(expected):
+            if time.monotonic() > deadline:
+                late = sorted(set(expected.values()) - set(self._identities))
+                raise RunFailed(f"ranks {late} did not report to the driver within {timeout_s:g} s; see their logs")
+            if not self._socket.poll(POLL_MS):
+                if watchdog.failure is not None:
+                    raise self._failed(watchdog.failure)
+                continue
+            identity = self._socket.recv()
+            _receive_frames(self._socket)
+            if identity in expected:
+                self._identities[expected[identity]] = identity
+            else:
+                logger.warning("a stranger without this run's token spoke to the driver's port %d; it is not heard", port)
+        self._ranks = {identity: rank for rank, identity in self._identities.items()}
+
+    # -- sending and collecting -----------------------------------------------------------------------------------------------
+
+    def _send_to_others(
+        self, header: dict[str, Any], tensors: Mapping[str, Tensor] | None, rows: list[slice], collecting: list[int]
+    ) -> None:
+        encoded: dict[tuple[Any, ...], list[Any]] = {}  # the ranks of one data-parallel rank share their frames
+        for rank in self._identities:
+            is_collector = rank in collecting
+            key = (rows[rank].start, rows[rank].stop, is_collector)
+            if key not in encoded:
+                part = None if tensors is None else {name: tensor[rows[rank]] for name, tensor in tensors.items()}
+                encoded[key] = encode({**header, "collect": is_collector}, part)
+            self._send(rank, encoded[key])
+
+    def _send(self, rank: int, frames: list[Any]) -> None:
+        try:
+            _send_frames(self._socket, [self._identities[rank], *frames])
+        except zmq.ZMQError as error:  # EHOSTUNREACH: the rank has closed its socket
+            lost = ConnectionResetError(f"connection reset by peer: rank {rank} has left the run ({error})")
+            raise self._failed(self._own_failure(lost, "a call")) from error
+
+    def _collect(self, what: str) -> dict[int, tuple[Any, Tensors | None]]:
+        """The answers of all other ranks. Raises the first cause once one reports a failure or the watchdog knows of one."""
+        results: dict[int, tuple[Any, Tensors | None]] = {}
+        while len(results) < len(self._identities):
+            if not self._socket.poll(POLL_MS):
+                if self._watchdog and self._watchdog.failure is not None:
+                    raise self._failed(self._watchdog.failure)
+                continue
+            identity = self._socket.recv()
+            frames = _receive_frames(self._socket)
+            if identity not in self._ranks:
+                logger.warning("a stranger without this run's token spoke to the driver; it is not heard")
+                continue
+            rank = self._ranks[identity]
+            header, found = decode(frames)
+            if "failure" in header:
+                raise self._failed(Failure.from_json(header["failure"]))
+            if header["call"] != self._call_number:
+                raise RunFailed(f"rank {rank} answered call {header['call']} while {what} is call {self._call_number}")
+            results[rank] = header["value"], found if header["has_tensors"] else None
+        return results
+
+    def _own_failure(self, error: BaseException, what: str) -> Failure:
+        return self._watchdog.fail(error) if self._watchdog else failure_of(error, 0, what, None)
+
+    def _failed(self, failure: Failure) -> Exception:
+        """Nothing can be called any more: other ranks may be stuck in the middle of the call."""
+        self._failure = failure
+        if failure.traceback and failure.rank != 0:
+            logger.error("rank %s:\n%s", failure.rank, failure.traceback.rstrip())
+        return failure.error()
+
+
+def serve(worker: ColocatedWorker, watchdog: Watchdog, name: str = "controller", start_timeout_s: float = 600.0) -> None:
+    """Carry out the driver's calls on this rank until it says stop. Raises what a method raised, once the driver knows of it."""
+    if watchdog.rank == 0:
+        raise ValueError("rank 0 is the driver; the other ranks serve")
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        with watchdog.phase("waiting for the driver"):
+            meeting = _wait_for_driver(watchdog, f"megappo/{name}", start_timeout_s)
+        socket.setsockopt(zmq.IDENTITY, _identity(meeting["token"], watchdog.rank))
+        _set_options(socket)
+        host = meeting["host"]
+        socket.connect(f"tcp://{'[' + host + ']' if ':' in host else host}:{meeting['port']}")
+        socket.send(b"hello")
+        with watchdog.phase("idle"):
+            while _serve_one(worker, socket, watchdog):
+                pass
+    finally:
+        context.destroy(linger=1000)
+
+
+def _serve_one(worker: ColocatedWorker, socket: zmq.Socket[bytes], watchdog: Watchdog) -> bool:
+    """Wait for a call and answer it; false: it was stop."""
+    while not socket.poll(POLL_MS):
+        if watchdog.failure is not None:
+            raise RankFailed(watchdog.failure)
+    header, tensors = decode(_receive_frames(socket))
+    if header.get("stop"):
+        watchdog.expect_end()
+        _send_frames(socket, encode({"call": header["call"], "value": None, "has_tensors": False}))
+        return False
+    role, method = header["role"], header["method"]
+    given = tensors if header["has_tensors"] else None
+    try:
+        with watchdog.phase(f"{role}.{method}"):
+            value, found = perform(worker, role, method, given, header["kwargs"], header["collect"])
+            reply = encode({"call": header["call"], "value": value, "has_tensors": found is not None}, found)
+    except Exception as error:
+        _send_frames(socket, encode({"failure": watchdog.fail(error).to_json()}))
+        raise
+    _send_frames(socket, reply)
+    return True
+
+
+def _wait_for_driver(watchdog: Watchdog, key: str, timeout_s: float) -> dict[str, Any]:
+    """Where the driver listens. Looks again and again instead of blocking, so that a failure elsewhere is heard."""
+    deadline = time.monotonic() + timeout_s
+    while not watchdog.store.check([key]):
+        if watchdog.failure is not None:
+            raise RankFailed(watchdog.failure)
+        if time.monotonic() > deadline:
+            raise RunFailed(f"the driver on rank 0 was not there after {timeout_s:g} s; see its log")
+        time.sleep(0.02)
+    meeting: dict[str, Any] = json.loads(watchdog.store.get(key))
+    return meeting
+
+
+def _set_options(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a message is never dropped
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.IPV6, 1)  # and IPv4
+
+
+def _send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> None:
+    for frame in frames[:-1]:
+        socket.send(frame, zmq.SNDMORE, copy=len(frame) < COPY_BELOW_BYTES)
+    socket.send(frames[-1], copy=len(frames[-1]) < COPY_BELOW_BYTES)
+
+
+def _receive_frames(socket: zmq.Socket[bytes]) -> list[Any]:
+    """The rest of a message; tensors are built on the received memory."""
+    frames: list[Any] = [socket.recv(copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(copy=False))
+    return frames
+
+
+def _phase(watchdog: Watchdog | None, name: str) -> contextlib.AbstractContextManager[None]:
+    return watchdog.phase(name) if watchdog else contextlib.nullcontext()
+
+
+def _identity(token: str, rank: int) -> bytes:
+    return f"{token}/{rank}".encode()

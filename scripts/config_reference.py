@@ -1,0 +1,101 @@
+"""Writes docs/config.md from the docstrings of the config schema. `--check` only says whether it is current (exit 1: not)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megappo.config import schema
+from megappo.config.convert import MANDATORY, default_of, strip_optional
+from megappo.config.schema import Config
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
+
+HEAD = """# Config
+
+<!-- Made by scripts/config_reference.py from megappo/config/schema.py. Change the docstrings there, then run the script. -->
+
+A config is a YAML file of these sections; every key can also be given on the command line as `a.b=c`, where the later of two
+wins. Unknown keys and wrong types are refused. Paths are relative to the current directory. `config.resolved.yaml` in the run
+folder holds the values that a run used.
+"""
+
+
+def reference() -> str:
+    """The whole text of docs/config.md."""
+    documentation = _attribute_docstrings()
+    lines = [HEAD]
+    for field in fields(Config):
+        section = get_type_hints(Config)[field.name]
+        lines += [f"## `{field.name}`", "", inspect.getdoc(section) or "", "", "| key | type | default | |", "|---|---|---|---|"]
+        rows = _rows(section, f"{field.name}.", documentation)
+        lines += [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rows(cls: Any, prefix: str, documentation: dict[tuple[str, str], str]) -> Iterator[tuple[str, str, str, str]]:
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        hint = strip_optional(hints[field.name])
+        key, default = f"{prefix}{field.name}", default_of(field)
+        owners = ((base.__name__, field.name) for base in cls.__mro__)
+        text = next(documentation[owner] for owner in owners if owner in documentation)
+        if not is_dataclass(hint):
+            yield key, _kind(hint), _default(default), text.replace("|", "\\|")
+        elif default is None:  # a section of keys that are listed under the actor
+            yield f"{key}.*", "section", "none", text
+        else:
+            yield from _rows(hint, f"{key}.", documentation)
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"list of {_kind(get_args(hint)[0])}"
+    return {bool: "true, false", int: "integer", float: "number", str: "string"}.get(hint, "section")
+
+
+def _default(value: Any) -> str:
+    if value == MANDATORY:
+        return "**mandatory**"
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _attribute_docstrings() -> dict[tuple[str, str], str]:
+    """{(class, field): docstring on one line}: Python keeps no docstring of a field, so they are read from the source."""
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, following in zip(node.body, node.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                match following:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        found[node.name, statement.target.id] = " ".join(text.split())
+    return found
+
+
+def main() -> int:
+    text = reference()
+    if "--check" in sys.argv[1:]:
+        current = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text
+        print(f"{TARGET.name} is {'current' if current else 'out of date: run scripts/config_reference.py'}")
+        return 0 if current else 1
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

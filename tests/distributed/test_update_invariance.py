@@ -1,0 +1,82 @@
+"""Does one PPO update give the same parameters however the model and the batch are cut? Compared with the one-process run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config.schema import OptimizerConfig
+from megappo.models.microbatch import MicroBatching
+from tests.distributed import bodies
+from tests.distributed.test_parity import world
+from tests.models import make_batch
+from tests.pool import Pool
+
+LR = 1e-3
+# eps above the rounding error of a gradient: below it Adam's first step turns rounding into whole learning rates.
+OPTIMIZER = OptimizerConfig(lr=LR, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
+DISTRIBUTED = replace(OPTIMIZER, distributed=True)
+HOW = MicroBatching(size=2)
+BATCH = make_batch([5, 1, 9, 3, 2, 4, 6, 3], [7, 4, 1, 6, 12, 2, 3, 8])
+
+Case = tuple[dict[str, Any], dict[str, Any] | None, MicroBatching, OptimizerConfig]
+CASES: dict[str, Case] = {
+    "pp2": ({"pp": 2}, None, HOW, OPTIMIZER),
+    "pp2_vpp2": ({"pp": 2, "vpp": 2}, None, HOW, OPTIMIZER),
+    "tp2_pp2": ({"tp": 2, "pp": 2}, None, HOW, OPTIMIZER),
+    "tp2_pp2_vpp2": ({"tp": 2, "pp": 2, "vpp": 2}, None, HOW, OPTIMIZER),
+    "tp2_pp2_vpp2_sp": ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, None, HOW, OPTIMIZER),
+    "dp2_pp2_distributed": ({"dp": 2, "pp": 2}, None, HOW, DISTRIBUTED),
+    "actor_pp2_vpp2_critic_tp2": ({"pp": 2, "vpp": 2}, {"tp": 2}, HOW, OPTIMIZER),
+    "micro_batch_1": ({}, None, MicroBatching(size=1), OPTIMIZER),
+    "micro_batch_4": ({}, None, MicroBatching(size=4), OPTIMIZER),
+    "micro_batch_3_pp2_vpp2": ({"pp": 2, "vpp": 2}, None, MicroBatching(size=3), OPTIMIZER),
+    "padded": ({"pp": 2}, None, MicroBatching(size=4, packed=False), OPTIMIZER),
+    "token_budget": ({"pp": 2, "vpp": 2}, None, MicroBatching(size=1, tokens=30), OPTIMIZER),
+}
+
+
+def run(pool: Pool, folder: Path, case: Case, steps: int = 1) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
+    layout, critic_layout, how, optimizer = case
+    results = pool.run(world(layout), bodies.one_update, folder, layout, critic_layout, BATCH, how, optimizer, steps)
+    actor = next(r[0] for r in reversed(results) if "pg_loss" in r[0])
+    critic = next(r[1] for r in reversed(results) if "vf_loss" in r[1])
+    return actor, critic, {role: bodies.assemble([r[2][role] for r in results]) for role in ("actor", "critic")}
+
+
+@pytest.fixture(scope="module")
+def references(pool: Pool, llama_folder: Path, tied_llama_folder: Path) -> dict[bool, Any]:
+    alone: Case = ({}, None, HOW, OPTIMIZER)
+    return {tied: run(pool, folder, alone) for tied, folder in ((False, llama_folder), (True, tied_llama_folder))}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_one_update_equals_the_one_process_update(
+    pool: Pool, llama_folder: Path, tied_llama_folder: Path, references: dict[bool, Any], case: str, tied: bool
+) -> None:
+    actor, critic, parameters = run(pool, tied_llama_folder if tied else llama_folder, CASES[case])
+    want_actor, want_critic, want_parameters = references[tied]
+    for got, want in ((actor, want_actor), (critic, want_critic)):
+        for name in ("loss", "grad_norm"):
+            assert got[name] == pytest.approx(want[name], rel=1e-5), name
+    for role, tensors in parameters.items():
+        assert tensors.keys() == want_parameters[role].keys()
+        for name, tensor in tensors.items():
+            want = want_parameters[role][name]
+            assert ((tensor - want).norm() / want.norm().clamp(min=LR)).item() <= 1e-5, (role, name)
+            assert (tensor - want).abs().max().item() <= 0.05 * LR, (role, name)
+
+
+def test_the_update_moves_every_parameter(references: dict[bool, Any], llama_folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    before = load_file(llama_folder / "model.safetensors")
+    _, _, parameters = references[False]
+    assert parameters["actor"].keys() == before.keys()
+    for name, tensor in parameters["actor"].items():
+        assert not torch.equal(tensor, before[name]), name

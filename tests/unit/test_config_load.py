@@ -1,0 +1,247 @@
+"""Is a config read as written, and refused where it is wrong?"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megappo.config.convert import all_keys
+from megappo.config.load import dump_config, load_config
+from megappo.config.nearest import nearest_key
+from megappo.config.resolve import resolve
+from megappo.config.schema import Config
+from megappo.errors import UserError
+
+BASE = "model: {path: m}\ndata: {train: t.jsonl}\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(text: str = BASE, *overrides: str, command: str = "train") -> Config:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return load_config(path, overrides, command)  # type: ignore[arg-type]
+
+    return load
+
+
+@pytest.fixture
+def errors_of(load):
+    def errors_of(text: str = BASE, *overrides: str, command: str = "train") -> list[str]:
+        with pytest.raises(UserError) as caught:
+            load(text, *overrides, command=command)
+        return str(caught.value).splitlines()
+
+    return errors_of
+
+
+def test_values_come_from_file_then_overrides_and_the_later_override_wins(load) -> None:
+    config = load(BASE + "actor: {optimizer: {lr: 1e-5}}", "actor.optimizer.lr=2e-5", "actor.optimizer.lr=3e-5", "trainer.steps=7")
+    assert config.actor.optimizer.lr == 3e-5
+    assert config.trainer.steps == 7
+    assert config.model.path == "m"
+    assert config.critic.optimizer.lr == Config().critic.optimizer.lr
+
+
+def test_a_section_whose_keys_are_all_commented_out_is_its_defaults(load) -> None:
+    assert load(BASE + "actor:\n  # epochs: 2\nrollout: {}\n").actor.epochs == 1
+
+
+def test_lists_become_tuples_and_nothing_can_be_changed(load) -> None:
+    config = load(
+        BASE, "actor.parallel.layers_per_stage=[3, 1]", "actor.optimizer.betas=[0.9, 0.999]", "data.task_options={digits: [1, 2]}"
+    )
+    assert config.actor.parallel.layers_per_stage == (3, 1)
+    assert config.actor.optimizer.betas == (0.9, 0.999)
+    assert config.data.task_options == {"digits": (1, 2)}
+    hash(config)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.steps = 3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="cannot be changed"):
+        config.data.task_options["digits"] = 1
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_relative_paths_stay_relative_to_the_current_directory(load) -> None:
+    assert load(BASE, "data.train=some/where.jsonl").data.train == "some/where.jsonl"
+
+
+def test_a_string_key_takes_an_override_as_it_was_typed(load) -> None:
+    config = load(BASE, "run.name=007", "data.system_prompt=a: [b", "model.tokenizer=null")
+    assert config.run.name == "007"
+    assert config.data.system_prompt == "a: [b"
+    assert config.model.tokenizer == "m"
+
+
+def test_an_interpolation_sees_other_keys_and_their_defaults(load) -> None:
+    assert load(BASE + "run: {dir: ${model.path}/${run.name}}".replace("${", '"${', 1).replace("name}", 'name}"')).run.dir == "m/run"
+    assert load(BASE, "trainer.steps=${rollout.max_num_seqs}").trainer.steps == 128
+
+
+def test_an_interpolation_that_leads_nowhere_is_refused(errors_of) -> None:
+    (error,) = errors_of(BASE, "run.dir=${run.nowhere}")
+    assert "run.nowhere" in error
+
+
+@pytest.mark.parametrize(
+    "unknown, meant",
+    [
+        ("lerning_rate", "actor.optimizer.lr"),
+        ("learning_rate", "actor.optimizer.lr"),
+        ("critic.lr", "critic.optimizer.lr"),  # the right key at the wrong level
+        ("num-epochs", "actor.epochs"),
+        ("critic.num_epochs", "critic.epochs"),
+        ("actor.tp", "actor.parallel.tp"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("trainer.max_new_tokens", "rollout.max_new_tokens"),
+        ("actr", "actor"),
+        ("critic.paralel", "critic.parallel"),
+        ("optimizer", "actor.optimizer"),
+        ("trainer.total_steps", "trainer.steps"),
+        ("algorithm.lam", "algorithm.gae_lambda"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(errors_of, unknown: str, meant: str) -> None:
+    wanted = f"{unknown} is not a key; did you mean {meant}?"
+    assert errors_of(BASE, f"{unknown}=1") == [wanted]
+    *sections, leaf = unknown.split(".")
+    text = "".join(f"{section}: {{" for section in sections) + f"{leaf}: 1" + "}" * len(sections)
+    base = "data: {train: t.jsonl}\nmodel: {path: m}\n"
+    assert errors_of(base + text) == [wanted]
+
+
+def test_a_key_like_no_other_is_refused_with_the_keys_of_its_section(errors_of) -> None:
+    (error,) = errors_of(BASE, "model.zzzz=1")
+    assert error == "model.zzzz is not a key; model knows path, tokenizer, dtype"
+
+
+def test_every_key_is_nearest_to_itself() -> None:
+    keys = list(all_keys())
+    assert [nearest_key(key, keys) for key in keys] == keys
+
+
+@pytest.mark.parametrize("override", ["actor..epochs=1", "epochs", "=1", ".a=1", "actor.=1", "actor[epochs]=1", ""])
+def test_a_malformed_override_is_refused(errors_of, override: str) -> None:
+    (error,) = errors_of(BASE, override)
+    assert error.startswith(f"override {override!r} is not of the form a.b=c; write it like ")
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("trainer.steps='5'", "trainer.steps='5' is a string; give an integer, e.g. 100"),
+        ("trainer.steps=true", "trainer.steps=true is a boolean; give an integer, e.g. 100"),
+        ("trainer.steps=2.5", "trainer.steps=2.5 is a number; give an integer, e.g. 100"),
+        ("trainer.steps=null", "trainer.steps=null is empty; give an integer, e.g. 100"),
+        ("trainer.steps=[1]", "trainer.steps=[1] is a list; give an integer, e.g. 100"),
+        ("actor.optimizer.lr=high", "actor.optimizer.lr='high' is a string; give a finite number, e.g. 1e-06"),
+        ("actor.optimizer.lr=.nan", "actor.optimizer.lr=nan is not finite; give a finite number, e.g. 1e-06"),
+        ("actor.packed=1", "actor.packed=1 is an integer; give true or false, e.g. true"),
+        ("rollout.engine=sglang", "rollout.engine='sglang' is a string; give one of vllm, hf"),
+        ("actor.optimizer.betas=[0.9]", "actor.optimizer.betas=[0.9] is a list; give a list of 2 values, each a finite number, e.g. [0.9, 0.95]"),
+        ("actor.parallel.layers_per_stage=4", "actor.parallel.layers_per_stage=4 is an integer; give a list of values, each an integer"),
+        ("actor.parallel=2", "actor.parallel=2 is an integer; actor.parallel is a section: give its keys, e.g. actor.parallel.tp"),
+        ("actor.epochs.x=2", "actor.epochs={'x': 2} is a section; give an integer, e.g. 1"),
+        ("data.task_options=3", "data.task_options=3 is an integer; give a section (key: value)"),
+        ("run.trackers=[wandb]", "run.trackers=['wandb'] is a list; give a list of values, each one of tensorboard"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_refused_with_what_was_wanted(errors_of, override: str, message: str) -> None:
+    assert errors_of(BASE, override) == [message]
+
+
+def test_an_integer_is_a_number(load) -> None:
+    lr = load(BASE, "actor.optimizer.lr=1").actor.optimizer.lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
+
+
+def test_a_number_for_a_string_in_the_file_is_refused(errors_of) -> None:
+    assert errors_of(BASE + "run: {name: 7}") == ["run.name=7 is an integer; give a string, e.g. 'run'"]
+
+
+def test_mandatory_keys_must_be_set(errors_of, load) -> None:
+    errors = errors_of("run: {name: x}")
+    assert [error.split(" is mandatory")[0] for error in errors] == ["model.path", "data.train"]
+    assert errors_of(BASE, command="sft") == [
+        error for error in errors_of(BASE, command="sft") if error.startswith("sft.output is mandatory and not set; add it to ")
+    ]
+    assert load(BASE, "sft.output=out", command="sft").sft.output == "out"
+
+
+def test_all_errors_are_listed_at_once_one_a_line(errors_of) -> None:
+    errors = errors_of("lerning_rate: 1\ntrainer: {steps: many}", "a..b=1", "model.path=m")
+    assert [error.split(" ")[0] for error in errors] == ["override", "lerning_rate", "trainer.steps='many'", "data.train"]
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("run: {name: [}", ":1: not valid YAML"),
+        ("trainer: {steps: 1}\ntrainer: {steps: 2}", "duplicate key trainer"),
+        ("- a\n- b", "holds a list, not sections"),
+        ("hello", "hello is not a key"),
+        ("trainer.steps: 3", "nest it: trainer: {steps: VALUE}"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(errors_of, text: str, part: str) -> None:
+    assert part in errors_of(text)[0]
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(UserError, match=r"config file 'nowhere.yaml' does not exist; give the path of a YAML file"):
+        load_config("nowhere.yaml")
+
+
+def test_open_keys_follow_from_others(load) -> None:
+    config = load(BASE, "actor.parallel.pp=2", "trainer.steps=30")
+    assert config.critic.parallel == config.actor.parallel
+    assert config.reference.parallel == config.actor.parallel
+    assert (config.critic.path, config.reference.path, config.model.tokenizer) == ("m", "m", "m")
+    assert config.actor.optimizer.decay_steps == config.critic.optimizer.decay_steps == 30
+    assert config.reference.enabled is False
+    assert load(BASE, "algorithm.kl_coef=0.1").reference.enabled is True
+    assert resolve(config) == config
+
+
+def test_a_layout_of_the_critics_own_does_not_inherit_from_the_actor(load) -> None:
+    config = load(BASE, "actor.parallel.pp=2", "actor.parallel.vpp=2", "critic.parallel.tp=2")
+    assert (config.critic.parallel.tp, config.critic.parallel.pp, config.critic.parallel.vpp) == (2, 1, 1)
+    assert config.reference.parallel.pp == 2
+
+
+@pytest.mark.parametrize(
+    "model, engine, dtype, tolerance",
+    [
+        ("float32", "null", "float32", 1e-3),
+        ("bfloat16", "null", "bfloat16", 5e-2),
+        ("float32", "bfloat16", "bfloat16", 5e-2),
+        ("bfloat16", "float32", "float32", 5e-2),
+    ],
+)
+def test_the_log_prob_tolerance_is_tight_only_where_both_sides_are_float32(load, model, engine, dtype, tolerance) -> None:
+    rollout = load(BASE, f"model.dtype={model}", f"rollout.dtype={engine}").rollout
+    assert (rollout.dtype, rollout.logprob_tolerance) == (dtype, tolerance)
+
+
+def test_sft_decays_over_its_own_steps(load) -> None:
+    assert load(BASE, "sft.output=o", "sft.steps=9", command="sft").actor.optimizer.decay_steps == 9
+
+
+def test_a_dumped_config_loads_back_to_the_same(load, tmp_path: Path) -> None:
+    config = load(
+        BASE,
+        "run.name='1e5'",
+        "data.system_prompt='costs ${5}: \"#\" \\n'".replace("${", r"\${"),
+        "critic.parallel.tp=2",
+        "actor.parallel.layers_per_stage=[3,1]",
+        "data.task_options={a: {b: [1, x]}}",
+        "actor.optimizer.lr=1e-7",
+    )
+    assert "${5}" in (config.data.system_prompt or "")
+    path = tmp_path / "config.resolved.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config

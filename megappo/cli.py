@@ -16,8 +16,8 @@ from megappo import __version__
 from megappo.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
+    from megappo.config.check import Plan
     from megappo.config.resolve import Command
-    from megappo.config.schema import Config
 
 _COMMANDS = {
     "train": "train a policy with PPO",
@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _log_to_stderr()
     try:
-        config = _checked_config(arguments.command, arguments.config, arguments.overrides)
+        plan = _checked_plan(arguments.command, arguments.config, arguments.overrides)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of this host refuse the same config; one speaks
             _report(str(error))
         return 2
     try:
-        return _run(arguments.command, config)
+        return _run(arguments.command, plan)
     except UserError as error:
         _report(str(error))
         return 2
@@ -61,25 +61,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _checked_config(command: Command, path: str, overrides: Sequence[str]) -> Config:
+def _checked_plan(command: Command, path: str, overrides: Sequence[str]) -> Plan:
     from megappo.config.check import check_config, joined_world_size
     from megappo.config.load import load_config
 
     config = load_config(path, overrides, command)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    check_config(
+    return check_config(
         config,
         joined_world_size(config, os.environ),
         command,
         int(local_world_size) if local_world_size else None,
     )
-    return config
 
 
-def _run(command: Command, config: Config) -> int:
+def _run(command: Command, plan: Plan) -> int:
     from megappo.trainer import run
 
-    return run.sft(config) if command == "sft" else run.train(config)
+    return run.sft(plan) if command == "sft" else run.train(plan)
 
 
 def _log_to_stderr() -> None:

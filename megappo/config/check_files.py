@@ -13,7 +13,7 @@ from megappo.config.schema import Config
 from megappo.data.tasks import TASK_PREFIX
 from megappo.errors import UserError
 from megappo.models.shape import read_hf_config
-from megappo.rewards.functions import BUILT_IN
+from megappo.rewards.functions import BUILTIN
 
 
 def weights_problems(config: Config, command: Command) -> Iterator[str]:
@@ -71,14 +71,14 @@ def data_problems(config: Config, command: Command) -> Iterator[str]:
 def reward_problems(config: Config) -> Iterator[str]:
     """A reward function that cannot be found. A user's file is parsed, not run."""
     name = config.reward.function
-    if name in BUILT_IN:
+    if name in BUILTIN:
         if name == "reasoning_gym" and not config.data.train.startswith(TASK_PREFIX):
-            yield f"reward.function='reasoning_gym' scores only {TASK_PREFIX}TASK, and data.train={config.data.train!r}; use another"
+            yield f"reward.function='reasoning_gym' scores {TASK_PREFIX}TASK only, not data.train={config.data.train!r}"
         return
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(BUILT_IN)}"
+        near = difflib.get_close_matches(name, BUILTIN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(BUILTIN)}"
         yield f"reward.function={name!r} is neither a built-in reward nor path/to/file.py:function; {hint}"
         return
     if not Path(path).is_file():

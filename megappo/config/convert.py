@@ -84,7 +84,7 @@ def _convert(hint: Any, value: Any, key: str, default: Any, errors: list[str]) -
         return value
     wanted = _misfit(inner, value)
     if wanted is not None:
-        example = "" if default in (None, MANDATORY, ()) or get_origin(inner) is Literal else f", e.g. {_shown(default)}"
+        example = "" if default in (None, MANDATORY, (), {}) or get_origin(inner) is Literal else f", e.g. {_shown(default)}"
         errors.append(f"{key}={_shown(value)} is {_kind(value)}; give {wanted}{example}")
         return default
     if inner is float:

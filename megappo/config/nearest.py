@@ -65,8 +65,7 @@ def nearest_key(unknown: str, known: Sequence[str]) -> str | None:
         candidates = by_leaf.get(word) or by_leaf.get(_SYNONYMS.get(word, ""))
         if candidates:
             return max(candidates, key=lambda key: _likeness(".".join(parents), key.rpartition(".")[0]))
-    close = get_close_matches(unknown, known, n=1, cutoff=0.6)
-    return close[0] if close else None
+    return None
 
 
 def _likeness(one: str, other: str) -> float:

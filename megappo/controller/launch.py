@@ -220,17 +220,17 @@ def _open_log(rank: int, run_dir: Path) -> None:
     """Rank 0 keeps the terminal and copies its log lines to its file; everything that another rank writes goes to its file."""
     path = log_path(run_dir, rank)
     if rank == 0:
-        handler = logging.FileHandler(path)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        return
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    logging.lastResort = logging.StreamHandler(sys.stderr)
+        logger.addHandler(handler := logging.FileHandler(path))
+    else:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        handler = logging.StreamHandler(sys.stderr)
+        logger.handlers, logger.propagate = [handler], False  # the launcher's handlers are the terminal's
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
 
 # -- the launcher's surroundings --------------------------------------------------------------------------------------------

@@ -26,9 +26,10 @@ def detect_launcher(launcher: str, environ: Mapping[str, str]) -> Literal["local
         _check_variables(environ)
         return "torchrun"
     if is_rank and environ["WORLD_SIZE"] != "1":
+        rank, world_size = environ["RANK"], environ["WORLD_SIZE"]
         raise UserError(
-            f"run.launcher=local, but this is rank {environ['RANK']} of {environ['WORLD_SIZE']} that another launcher has started: "
-            f"each of them would start a world of its own; set run.launcher=torchrun (or auto), or unset RANK and WORLD_SIZE"
+            f"run.launcher=local, but another launcher started this process as rank {rank} of {world_size} and each rank would "
+            f"start a world of its own; set run.launcher=torchrun (or auto), or unset RANK and WORLD_SIZE"
         )
     return "local"
 

@@ -22,6 +22,7 @@ from megappo.pp_weights.transport import (
     Groups,
     SharedMemoryTransport,
     Transport,
+    copy_all,
     gather_objects,
     host_identity,
 )
@@ -111,7 +112,7 @@ class WeightManager:
             raise RunFailed("weights are not published: the model that is active in these chunks is not the one to publish")
         start = time.perf_counter()
         self._refresh_sources()
-        torch._foreach_copy_(self._transport.destinations, self._sources)
+        copy_all(self._transport.destinations, self._sources)
         copied = time.perf_counter()
         self._transport.exchange()
         exchanged = time.perf_counter()
@@ -163,7 +164,7 @@ class WeightManager:
         if not torch.equal(copy.cpu(), published):
             apart = (copy.cpu().float() - published.float()).abs().max().item()
             raise RunFailed(
-                f"tied weights differ: {piece.param} of the last stage and the embedding of the first are up to {apart:.3g} apart "
+                f"tied weights differ: {piece.param} of the last stage and the embedding of the first are {apart:.3g} apart "
                 f"(rows {piece.start} to {piece.stop})"
             )
 

@@ -136,7 +136,7 @@ class CollectiveTransport:
         if self._gathers_tp:
             self._gather(list(self._shards.values()), self._own.tp, self._groups.tp_group)
         if self.buffer is not None:
-            torch._foreach_copy_(self._places, self._slices)
+            copy_all(self._places, self._slices)
 
     def owner_slice(self, piece: Piece) -> torch.Tensor:
         return self._stages[self._own.tp][0].slices[piece.hf_name]  # the same tp rank on the first stage holds the same rows
@@ -181,6 +181,12 @@ def _pack(stage_writes: Sequence[Sequence[Write]], manifest: Manifest) -> tuple[
         for part, writes, meta, layout in zip(parts, stage_writes, metas, layouts, strict=True)
     ]
     return whole, stages
+
+
+def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its destination in one call; with no tensors, nothing."""
+    if destinations:
+        torch._foreach_copy_(destinations, sources)
 
 
 def meet(world_size: int) -> None:

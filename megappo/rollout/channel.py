@@ -1,6 +1,6 @@
 """How do trainer and engine process talk? Messages over a socket: a JSON header, then raw frames.
 
-Wire: uint32 length of the header, the header (JSON with "frames": their sizes), the frames. No pickle: nothing that arrives is run.
+Wire: uint32 length of the header, the header (JSON, "frames" holds their sizes), the frames. No pickle.
 """
 
 from __future__ import annotations

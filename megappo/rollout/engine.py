@@ -58,6 +58,6 @@ class RolloutEngine(Protocol):
 
 
 def request_seed(run_seed: int, step: int, prompt_id: int | str, sample: int) -> int:
-    """Seed of one request, 63 bits: a hash of what the request is, so that samples depend neither on the batch nor on the layout."""
+    """Seed of one request, 63 bits: a hash of what the request is, so that samples depend on neither batch nor layout."""
     text = f"{run_seed}/{step}/{prompt_id}/{sample}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

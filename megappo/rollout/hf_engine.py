@@ -1,7 +1,7 @@
 """How do responses come from a machine without vLLM? `HfEngine`: transformers' model in this process, sampled token by token.
 
-Slow, and small on purpose. It keeps every promise of `RolloutEngine`: samples depend on a request's seed alone, weights are one complete
-version or none.
+Slow, and small on purpose. It keeps every promise of `RolloutEngine`: samples depend on a request's seed alone, weights are one
+complete version or none.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def uniform_draws(seeds: Sequence[int], count: int) -> torch.Tensor:
 
 
 def processed_log_probs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Log-probs (b, V) that tokens are drawn from: temperature, then top-k, then top-p, as vLLM orders them. Greedy: untempered."""
+    """Log-probs (b, V) that tokens are drawn from: temperature, then top-k, then top-p, as in vLLM. Greedy: untempered."""
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     logits = logits / sampling.temperature

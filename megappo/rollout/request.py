@@ -1,4 +1,4 @@
-"""Is this something the engine can serve? Checks of a model folder and of a generate call, the same for every engine. No torch."""
+"""Can the engine serve this? Checks of a model folder and of a generate call, the same for every engine. No torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def read_limits(model_path: str | Path, max_model_len: int) -> EngineLimits:
     positions = config.get("max_position_embeddings")
     if positions is not None and max_model_len > positions:
         raise UserError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {max_model_len} is more than the {positions} positions of {model_path}; "
-            "make one of them smaller"
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {max_model_len} is more than the {positions} positions of "
+            f"{model_path}; make one of them smaller"
         )
     return EngineLimits(max_model_len, int(config["vocab_size"]))
 
@@ -40,13 +40,12 @@ def refuse_quantised(model_path: str | Path, config: dict[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UserError(
-            f"{model_path}: quantization_config={method!r} in config.json; weights are published unquantised, so give an unquantised folder"
+            f"{model_path}: quantization_config={method!r} in config.json, but weights are published unquantised; give an "
+            "unquantised folder"
         )
 
 
-def check_request(
-    limits: EngineLimits, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
-) -> None:
+def check_request(limits: EngineLimits, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
     """Raise UserError, naming the first fault, where the engine would refuse the call or quietly do something else."""
     if len(prompts) != len(seeds):
         raise UserError(f"{len(prompts)} prompts but {len(seeds)} seeds; give one seed a prompt")
@@ -55,13 +54,13 @@ def check_request(
     for index, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= longest:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens; with {sampling.max_new_tokens} new tokens the engine takes 1 to {longest}: "
-                "raise rollout.max_prompt_tokens or drop the row"
+                f"prompt {index} has {len(prompt)} tokens; with {sampling.max_new_tokens} new tokens the engine takes 1 to "
+                f"{longest}: raise rollout.max_prompt_tokens or drop the row"
             )
         if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
             raise UserError(
-                f"prompt {index} holds a token id outside 0..{limits.vocab_size - 1} ({min(prompt)} to {max(prompt)}); the tokenizer is "
-                "not the model's"
+                f"prompt {index} holds a token id outside 0..{limits.vocab_size - 1} ({min(prompt)} to {max(prompt)}); "
+                "the tokenizer is not the model's"
             )
     for index, seed in enumerate(seeds):
         if not 0 <= seed < 1 << 63:
@@ -73,7 +72,7 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise UserError(f"rollout.max_new_tokens={sampling.max_new_tokens} must be at least 1")
     if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         raise UserError(
-            f"rollout.temperature={sampling.temperature} must be 0 (greedy) or in {MIN_TEMPERATURE}..{MAX_TEMPERATURE}, what vLLM takes"
+            f"rollout.temperature={sampling.temperature} must be 0 (greedy) or in {MIN_TEMPERATURE}..{MAX_TEMPERATURE}"
         )
     if not 0 < sampling.top_p <= 1:
         raise UserError(f"rollout.top_p={sampling.top_p} must be above 0 and at most 1; 1 is off")

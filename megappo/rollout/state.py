@@ -10,7 +10,7 @@ Status = Literal["ready", "synced", "half_updated", "asleep", "closed"]
 
 
 class EngineState:
-    """ready (no weights yet) -> synced (one complete version) -> asleep -> ready (awake: weights and cache are given up) -> synced.
+    """ready (no weights yet) -> synced (one complete version) -> asleep -> ready (awake, weights given up) -> synced.
 
     `begin_update` leaves the engine half_updated until `commit`: a failure in between stays visible until an update succeeds.
     """

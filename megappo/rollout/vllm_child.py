@@ -1,4 +1,4 @@
-"""What runs in the engine's own process? `python -m megappo.rollout.vllm_child`: starts vLLM and serves one trainer over a socket.
+"""What runs in the engine's own process? `python -m megappo.rollout.vllm_child`: vLLM, serving one trainer over a socket.
 
 Started by `vllm_engine.VllmEngine` only. It leads its own process group and ends, with vLLM's workers, when the trainer is gone.
 """
@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any, NoReturn
 
-from megappo.errors import UserError
+from megappo.errors import RunFailed, UserError
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import SamplingParams
 from megappo.rollout.lifeline import die_with_parent, kill_own_group
@@ -24,12 +24,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m megappo.rollout.vllm_child")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the trainer")
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
-    parser.add_argument("--kernel-signal", type=int, required=True, help="1: the trainer's starting thread lives as long as it does")
+    parser.add_argument("--kernel-signal", type=int, required=True, help="1: the starting thread lives as long as the trainer")
     args = parser.parse_args(argv)
     die_with_parent(args.parent, bool(args.kernel_signal), kill_own_group)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     sock = socket.socket(fileno=args.fd)
-    os.register_at_fork(after_in_child=sock.close)  # a worker that held the socket would hide this process's death from the trainer
+    os.set_inheritable(args.fd, False)
+    os.register_at_fork(after_in_child=sock.close)  # a worker that held it would hide this process's death from the trainer
     channel = Channel(sock)
     code = 0
     try:
@@ -40,41 +41,38 @@ def main(argv: list[str] | None = None) -> NoReturn:
         logger.exception("the engine process fails")
         code = 1
     logging.shutdown()
-    os._exit(code)  # vLLM is stopped; unwinding its modules takes seconds
+    # vLLM holds nothing that outlives its processes, its workers die with this one, and unwinding its modules takes seconds
+    os._exit(code)
 
 
 def _run(channel: Channel) -> int:
+    """Serve until the trainer closes the socket (ChannelClosed). Returns where vLLM could not start."""
     header, _ = channel.recv()
     try:
         server = Server(header["settings"])
     except Exception as error:
+        logger.exception("vLLM did not start")
         _reply_error(channel, error)
         return 1
     channel.send({"ok": True})
-    try:
-        while True:
-            header, frames = channel.recv()
-            operation = header.pop("op")
-            if operation == "close":
-                return 0
-            try:
-                reply = getattr(server, operation)(header, frames)
-            except Exception as error:
-                _reply_error(channel, error)
-            else:
-                channel.send({"ok": True}, *reply)
-    finally:
-        server.stop()
+    while True:
+        header, frames = channel.recv()
+        try:
+            reply = server.operations[header["op"]](header, frames)
+        except Exception as error:
+            logger.exception("%s failed", header["op"])
+            _reply_error(channel, error)
+        else:
+            channel.send({"ok": True}, *reply)
 
 
 def _reply_error(channel: Channel, error: Exception) -> None:
-    logger.error("request failed", exc_info=error)
-    message = str(error) or type(error).__name__
+    message = str(error) if isinstance(error, UserError | RunFailed) else f"{type(error).__name__}: {error}"
     channel.send({"ok": False, "error": message, "user": isinstance(error, UserError)})
 
 
 class Server:
-    """vLLM and the operations that the trainer may ask for, by name; each takes a header and frames and gives frames."""
+    """vLLM and the operations that the trainer may ask for; each takes a header and frames and gives frames."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from megappo.rollout import vllm_adapter
@@ -83,6 +81,7 @@ class Server:
         self._settings = vllm_adapter.VllmSettings(**settings)
         self._llm = vllm_adapter.start(self._settings)
         self._expected = vllm_adapter.expected_weights(self._llm)
+        self.operations = {"generate": self.generate, "update": self.update, "sleep": self.sleep, "wake": self.wake}
 
     def generate(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
         prompts, lengths, seeds = frames
@@ -103,9 +102,6 @@ class Server:
     def wake(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
         self._vllm.wake(self._llm, self._settings)
         return ()
-
-    def stop(self) -> None:
-        self._vllm.stop(self._llm)
 
 
 if __name__ == "__main__":

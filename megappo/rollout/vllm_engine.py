@@ -1,7 +1,8 @@
-"""How does the trainer use vLLM? `VllmEngine`: a handle on a child process that runs it, with its own environment and thread count."""
+"""How does the trainer use vLLM? `VllmEngine`: a handle on a child process with an environment and thread count of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megappo.errors import RunFailed, UserError
 from megappo.models.shape import read_hf_config
@@ -143,14 +144,15 @@ class VllmEngine:
 
     def _check_alive(self) -> None:
         if not self._ready and time.monotonic() > self._deadline:
-            self._fail(f"the vLLM engine (pid {self.pid}) was not ready after {self._start_timeout_s:.0f} s; its log ends: {self._last_line()}")
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            late = f"was not ready after {self._start_timeout_s:.0f} s"
+            self._fail(f"the vLLM engine (pid {self.pid}) {late}; its log {self.log_path} ends: {self._last_line()}")
+        if _exit_info(self.pid) is not None:
             self._raise_dead()
 
-    def _raise_dead(self) -> None:
+    def _raise_dead(self) -> NoReturn:
         # the socket may close a moment before the process is gone
         deadline = time.monotonic() + 5.0
-        while (info := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None and time.monotonic() < deadline:
+        while (info := _exit_info(self.pid)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if info is None:
             how = "closed its socket"
@@ -160,7 +162,7 @@ class VllmEngine:
             how = f"was killed by {signal.Signals(info.si_status).name}"
         self._fail(f"the vLLM engine (pid {self.pid}) {how} in {self._doing}; its log {self.log_path} ends: {self._last_line()}")
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str) -> NoReturn:
         self._state.close(message)
         self.close()
         raise RunFailed(message)
@@ -172,8 +174,13 @@ class VllmEngine:
         return next((line.strip() for line in reversed(lines) if line.strip()), "(empty)")
 
 
+def _exit_info(pid: int) -> os.waitid_result | None:
+    """How a child ended, or None while it runs. It is not reaped, so that its id stays ours."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
 def child_environment(environment: Mapping[str, str], threads: int, device: str) -> dict[str, str]:
-    """The child's environment: nothing of the trainer's launcher, vLLM quiet, offline and in one process, `threads` CPU threads."""
+    """The child's environment: nothing of the trainer's launcher; vLLM quiet, offline, in one process; `threads` CPU threads."""
     env = {k: v for k, v in environment.items() if k not in _LAUNCHER_NAMES and not k.startswith(_LAUNCHER_PREFIXES)}
     package_root = str(Path(__file__).resolve().parents[2])
     env |= {
@@ -226,13 +233,10 @@ def _end_child(process: subprocess.Popen[bytes], channel: Channel, owner_pid: in
         return  # a fork of the trainer does not own the engine
     channel.close()  # end of stream: the child stops vLLM and leaves
     deadline = time.monotonic() + grace_s
-    # the helpers of multiprocessing unlink its semaphores and shared memory after the child has left: they get their time too
     while group_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    try:
+    with contextlib.suppress(ProcessLookupError):  # the whole group may be gone
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # the whole group is gone
     process.wait()
 
 

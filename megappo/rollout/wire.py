@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
 from megappo.rollout.engine import Completion
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 
 
 def pack_ragged(rows: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
@@ -18,7 +19,7 @@ def pack_ragged(rows: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
     return np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum())).tobytes(), lengths.tobytes()
 
 
-def unpack_ragged(flat: bytes, lengths: bytes, dtype: type = np.int32) -> list[list]:
+def unpack_ragged(flat: bytes, lengths: bytes, dtype: type = np.int32) -> list[list[Any]]:
     values = np.frombuffer(flat, dtype).tolist()
     ends = np.cumsum(np.frombuffer(lengths, np.int32)).tolist()
     return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -29,7 +30,8 @@ def pack_seeds(seeds: Sequence[int]) -> bytes:
 
 
 def unpack_seeds(frame: bytes) -> list[int]:
-    return np.frombuffer(frame, np.int64).tolist()
+    seeds: list[int] = np.frombuffer(frame, np.int64).tolist()
+    return seeds
 
 
 def pack_completions(tokens: list[list[int]], log_probs: list[list[float]], reasons: list[str]) -> tuple[bytes, ...]:

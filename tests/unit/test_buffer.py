@@ -194,7 +194,7 @@ def test_a_buffer_that_is_smaller_than_its_manifest_is_refused() -> None:
 
 
 def test_a_buffer_larger_than_the_memory_is_refused_before_anything_is_written() -> None:
-    with pytest.raises(UserError, match="of shared memory, .* are free"):
+    with pytest.raises(UserError, match=r"of shared memory, .* are free"):
         WeightBuffer.create(build_manifest({"w": TensorMeta((1 << 45,), torch.uint8)}))
 
 
@@ -233,7 +233,7 @@ def test_verify_names_the_damaged_tensor_and_refuses_unsummed_ones() -> None:
         verify(buffer.manifest, buffer.views())
     manifest = buffer.manifest.stamped(7, checksums(buffer.views()))
     buffer.views()["b"][1] = 1e-30
-    with pytest.raises(RunFailed, match="version 7: bytes differ from what was published: b$"):
+    with pytest.raises(RunFailed, match=r"version 7: bytes differ from what was published: b$"):
         verify(manifest, buffer.views())
 
 

@@ -39,7 +39,9 @@ def errors_of(load):
 
 
 def test_values_come_from_file_then_overrides_and_the_later_override_wins(load) -> None:
-    config = load(BASE + "actor: {optimizer: {lr: 1e-5}}", "actor.optimizer.lr=2e-5", "actor.optimizer.lr=3e-5", "trainer.steps=7")
+    config = load(
+        BASE + "actor: {optimizer: {lr: 1e-5}}", "actor.optimizer.lr=2e-5", "actor.optimizer.lr=3e-5", "trainer.steps=7"
+    )
     assert config.actor.optimizer.lr == 3e-5
     assert config.trainer.steps == 7
     assert config.model.path == "m"
@@ -77,7 +79,9 @@ def test_a_string_key_takes_an_override_as_it_was_typed(load) -> None:
 
 
 def test_an_interpolation_sees_other_keys_and_their_defaults(load) -> None:
-    assert load(BASE + "run: {dir: ${model.path}/${run.name}}".replace("${", '"${', 1).replace("name}", 'name}"')).run.dir == "m/run"
+    assert (
+        load(BASE + "run: {dir: ${model.path}/${run.name}}".replace("${", '"${', 1).replace("name}", 'name}"')).run.dir == "m/run"
+    )
     assert load(BASE, "trainer.steps=${rollout.max_num_seqs}").trainer.steps == 128
 
 
@@ -132,25 +136,26 @@ def test_a_malformed_override_is_refused(errors_of, override: str) -> None:
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("trainer.steps='5'", "trainer.steps='5' is a string; give an integer, e.g. 100"),
-        ("trainer.steps=true", "trainer.steps=true is a boolean; give an integer, e.g. 100"),
-        ("trainer.steps=2.5", "trainer.steps=2.5 is a number; give an integer, e.g. 100"),
-        ("trainer.steps=null", "trainer.steps=null is empty; give an integer, e.g. 100"),
-        ("trainer.steps=[1]", "trainer.steps=[1] is a list; give an integer, e.g. 100"),
-        ("actor.optimizer.lr=high", "actor.optimizer.lr='high' is a string; give a finite number, e.g. 1e-06"),
-        ("actor.optimizer.lr=.nan", "actor.optimizer.lr=nan is not finite; give a finite number, e.g. 1e-06"),
-        ("actor.packed=1", "actor.packed=1 is an integer; give true or false, e.g. true"),
-        ("rollout.engine=sglang", "rollout.engine='sglang' is a string; give one of vllm, hf"),
-        ("actor.optimizer.betas=[0.9]", "actor.optimizer.betas=[0.9] is a list; give a list of 2 values, each a finite number, e.g. [0.9, 0.95]"),
-        ("actor.parallel.layers_per_stage=4", "actor.parallel.layers_per_stage=4 is an integer; give a list of values, each an integer"),
-        ("actor.parallel=2", "actor.parallel=2 is an integer; actor.parallel is a section: give its keys, e.g. actor.parallel.tp"),
-        ("actor.epochs.x=2", "actor.epochs={'x': 2} is a section; give an integer, e.g. 1"),
-        ("data.task_options=3", "data.task_options=3 is an integer; give a section (key: value)"),
-        ("run.trackers=[wandb]", "run.trackers=['wandb'] is a list; give a list of values, each one of tensorboard"),
+        ("trainer.steps='5'", "'5' is a string; give an integer, e.g. 100"),
+        ("trainer.steps=true", "true is a boolean; give an integer, e.g. 100"),
+        ("trainer.steps=2.5", "2.5 is a number; give an integer, e.g. 100"),
+        ("trainer.steps=null", "null is empty; give an integer, e.g. 100"),
+        ("trainer.steps=[1]", "[1] is a list; give an integer, e.g. 100"),
+        ("actor.optimizer.lr=high", "'high' is a string; give a finite number, e.g. 1e-06"),
+        ("actor.optimizer.lr=.nan", "nan is not finite; give a finite number, e.g. 1e-06"),
+        ("actor.packed=1", "1 is an integer; give true or false, e.g. true"),
+        ("rollout.engine=sglang", "'sglang' is a string; give one of vllm, hf"),
+        ("actor.optimizer.betas=[0.9]", "[0.9] is a list; give a list of 2 values, each a finite number, e.g. [0.9, 0.95]"),
+        ("actor.parallel.layers_per_stage=4", "4 is an integer; give a list of values, each an integer"),
+        ("actor.parallel=2", "2 is an integer; actor.parallel is a section: give its keys, e.g. actor.parallel.tp"),
+        ("actor.epochs.x=2", "{'x': 2} is a section; give an integer, e.g. 1"),
+        ("data.task_options=3", "3 is an integer; give a section (key: value)"),
+        ("run.trackers=[wandb]", "['wandb'] is a list; give a list of values, each one of tensorboard"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_type_is_refused_with_what_was_wanted(errors_of, override: str, message: str) -> None:
-    assert errors_of(BASE, override) == [message]
+    key = override.partition("=")[0].removesuffix(".x")
+    assert errors_of(BASE, override) == [f"{key}={message}"]
 
 
 def test_an_integer_is_a_number(load) -> None:

@@ -156,7 +156,10 @@ def test_each_tp_shard_holds_its_gate_rows_then_its_up_rows(kind: str) -> None:
     if kind == "weight":
         hf = {name: value[:, None] for name, value in hf.items()}
     shards = cut(ParamRule(f"linear_fc1.{kind}", (f"gate.{kind}", f"up.{kind}"), "gate_up"), shape, 2, hf)
-    assert [shard.reshape(-1).tolist() for shard in shards] == [[0, 1, 2, 3, 100, 101, 102, 103], [4, 5, 6, 7, 104, 105, 106, 107]]
+    assert [shard.reshape(-1).tolist() for shard in shards] == [
+        [0, 1, 2, 3, 100, 101, 102, 103],
+        [4, 5, 6, 7, 104, 105, 106, 107],
+    ]
     halves = torch.cat(shards).reshape(-1).chunk(2)  # the naive way: concatenate the shards, split in the middle
     assert not torch.equal(halves[0], gate)
 
@@ -189,7 +192,9 @@ def test_the_tied_copy_of_the_last_stage_is_loaded_but_never_exported() -> None:
         (make_shape(layers=8), {}, "a layout of 4 layers; the model has 8"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_the_values_that_do(shape: ModelShape, degrees: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_values_that_do(
+    shape: ModelShape, degrees: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         chunk_pieces(shape, ParallelLayout(4, **degrees), 0, 0, 0)
 
@@ -207,6 +212,28 @@ def test_publishing_local_layer_numbers_would_not_cover_the_model() -> None:
     naive = [replace(p, hf_name=p.hf_name.replace("layers.2.", "layers.0.").replace("layers.3.", "layers.1.")) for p in good]
     with pytest.raises(RunFailed, match=r"layers\.0\..* is double.*"):
         check_coverage(expected, naive)
+
+
+class RankMajorLayout(ParallelLayout):
+    """The naive numbering: a stage's chunks follow one another."""
+
+    def layers(self, stage: int, chunk: int = 0) -> range:
+        per_chunk = self.num_layers // self.pp // self.vpp
+        return range((stage * self.vpp + chunk) * per_chunk, (stage * self.vpp + chunk + 1) * per_chunk)
+
+
+def test_rank_major_chunks_cover_the_model_and_are_wrong_all_the_same() -> None:
+    shape, hf = make_shape(layers=4), stamped_hf(make_shape(layers=4))
+    true, naive = ParallelLayout(4, pp=2, vpp=2), RankMajorLayout(4, pp=2, vpp=2)
+    merged = {name: torch.zeros_like(tensor) for name, tensor in hf.items()}
+    for stage in range(2):
+        for chunk in range(2):
+            params = chunk_params(shape, true, 0, stage, chunk, hf)
+            for piece in chunk_pieces(shape, naive, 0, stage, chunk):
+                piece.hf(merged[piece.hf_name]).copy_(piece.local(params[piece.param]))
+    check_coverage(expected_hf_tensors(shape), owners(shape, naive))
+    wrong = {name.split(".")[2] for name in hf if not torch.equal(merged[name], hf[name])}
+    assert wrong == {"1", "2"}  # layers 1 and 2 changed places
 
 
 @pytest.mark.parametrize(

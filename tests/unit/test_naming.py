@@ -46,7 +46,9 @@ def test_a_name_that_two_stages_give_is_an_error() -> None:
 
 def test_a_layer_that_no_chunk_holds_is_an_error() -> None:
     with pytest.raises(RunFailed, match=r"no chunk holds layers \[3\] of 4"):
-        normalize_pp_vpp_params([[{"decoder.layers.0.w": 0, "decoder.layers.1.w": 1}], [{"decoder.layers.0.w": 2}]], ParallelLayout(4, pp=2))
+        normalize_pp_vpp_params(
+            [[{"decoder.layers.0.w": 0, "decoder.layers.1.w": 1}], [{"decoder.layers.0.w": 2}]], ParallelLayout(4, pp=2)
+        )
 
 
 def test_a_global_number_in_a_chunk_is_an_error() -> None:

@@ -1,0 +1,168 @@
+"""The PPO step, on one page: rollout, reward, log-probs, values, advantages, critic, actor, publish.
+
+The driver runs on rank 0. It calls the workers and does light work itself (advantages, means); models live on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from megappo.algorithms.advantages import gae, place_terminal_reward
+from megappo.algorithms.kl import kl_in_reward
+from megappo.algorithms.losses import explained_variance
+from megappo.algorithms.masking import masked_mean, masked_whiten
+from megappo.config.schema import Config, UpdateConfig
+from megappo.controller.worker import WorkerGroup
+from megappo.data.prompts import PromptStream
+from megappo.data.tokenizer import Tokenizer
+from megappo.errors import RunFailed
+from megappo.rewards.functions import RewardFunction
+from megappo.rewards.score import score_all
+from megappo.rollout.engine import RolloutEngine
+from megappo.trainer.batch import mini_batches
+from megappo.trainer.rollout import Sample, generate, sampling_params, score_requests, to_batch
+from megappo.trainer.workers import WeightPublisher
+
+Batch = dict[str, Tensor]
+INPUTS = ("input_ids", "attention_mask", "response_mask", "sample_ids")
+
+
+class PPO:
+    """One step at a time: `publish` once, then `step` for 1, 2, 3 ..."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: WorkerGroup,
+        engine: RolloutEngine,
+        publisher: WeightPublisher,
+        tokenizer: Tokenizer,
+        prompts: PromptStream,
+        reward: RewardFunction,
+    ) -> None:
+        self.config, self.workers, self.engine, self.publisher = config, workers, engine, publisher
+        self.tokenizer, self.prompts, self.reward = tokenizer, prompts, reward
+        self.samples: Sequence[Sample] = ()
+        self.scores: Sequence[float] = ()
+        self.parameter_norm = 0.0
+
+    def step(self, step: int) -> dict[str, float]:
+        """One PPO step. Returns its metrics; `samples` and `scores` hold what was sampled."""
+        config, algorithm = self.config, self.config.algorithm
+        metrics: dict[str, float] = {}
+        with timed(metrics, "step"):
+            with timed(metrics, "rollout"):
+                rows = self.prompts.next_batch(config.trainer.batch_size)
+                sampling = sampling_params(config.rollout, self.tokenizer)
+                self.samples = generate(
+                    self.engine, rows, sampling, self.tokenizer, seed=config.run.seed, step=step, n=config.rollout.n
+                )
+                batch = to_batch(self.samples, self.tokenizer.pad_id)
+            mask = batch["response_mask"]
+
+            with timed(metrics, "reward"):
+                scored = score_all(self.reward, score_requests(self.samples, step), config.reward)
+                self.scores = scored.values
+                batch["scores"] = mask.new_tensor(scored.values, dtype=batch["rollout_log_probs"].dtype)
+
+            with timed(metrics, "log_prob"):
+                batch["old_log_probs"] = self._score("actor", "compute_log_probs", batch)["log_probs"]
+                if config.reference.enabled:
+                    batch["ref_log_probs"] = self._score("reference", "compute_log_probs", batch)["log_probs"]
+            self._compare_log_probs(batch, metrics)
+
+            with timed(metrics, "values"):
+                batch["values"] = self._score("critic", "compute_values", batch)["values"]
+
+            rewards = place_terminal_reward(batch["scores"], mask)
+            if config.reference.enabled:
+                rewards, kl = kl_in_reward(rewards, batch["old_log_probs"], batch["ref_log_probs"], mask, algorithm.kl_coef)
+                metrics["actor/ref_kl"] = masked_mean(kl, mask).item()
+            advantages, batch["returns"] = gae(rewards, batch["values"], mask, algorithm.gamma, algorithm.gae_lambda)
+            batch["advantages"] = masked_whiten(advantages, mask) if algorithm.whiten_advantages else advantages
+
+            with timed(metrics, "update_critic"):
+                metrics |= self._update("critic", config.critic, batch, ("values", "returns"), step)
+            with timed(metrics, "update_actor"):
+                metrics |= self._update("actor", config.actor, batch, ("old_log_probs", "advantages"), step)
+            with timed(metrics, "publish"):
+                self.publish(version=step)
+        return metrics | self._describe(batch, advantages, scored.num_failed, metrics["timing_s/step"])
+
+    def publish(self, version: int) -> None:
+        """Hand the actor's weights to the engine, which holds `version` from then on."""
+        every = self.config.pp_weights.verify_every
+        verify = every > 0 and version % every == 0
+        self.workers.call("weights", "publish", version=version, verify=verify)
+        assert self.publisher.buffer is not None, "rank 0 receives the weights"
+        self.engine.update_weights(self.publisher.buffer, verify)
+
+    def _score(self, role: str, method: str, batch: Batch) -> Batch:
+        columns: Batch = self.workers.call(role, method, {name: batch[name] for name in INPUTS})[0]
+        return columns
+
+    def _update(self, role: str, section: UpdateConfig, batch: Batch, columns: tuple[str, ...], step: int) -> dict[str, float]:
+        """Epochs of mini-batches, one optimizer step each. Returns the means of their metrics under the role's name."""
+        seen: list[Mapping[str, float]] = []
+        seed = self.config.run.seed * 1_000_003 + step
+        for mini_batch in mini_batches(batch, section.mini_batch_size, section.epochs, seed, (*INPUTS, *columns)):
+            seen.append(self.workers.call(role, "update", mini_batch, step=step)[1])
+        return {f"{role}/{name}": sum(m[name] for m in seen) / len(seen) for name in seen[0]}
+
+    def _compare_log_probs(self, batch: Batch, metrics: dict[str, float]) -> None:
+        """The content check of every hand-over: engine and trainer must give the sampled tokens the same log-probs."""
+        rollout = self.config.rollout
+        gap = ((batch["rollout_log_probs"] - batch["old_log_probs"]).abs() * batch["response_mask"]).nan_to_num(float("inf"))
+        largest = gap.max().item()
+        metrics["rollout/logprob_diff_max"] = largest
+        metrics["rollout/logprob_diff_mean"] = masked_mean(gap, batch["response_mask"]).item()
+        filtered = rollout.top_p < 1 or rollout.top_k > 0  # the engine then renormalises over a part of the vocabulary
+        if largest > (rollout.logprob_tolerance or 0.0) and not filtered:
+            raise RunFailed(
+                f"engine and trainer disagree: their log-probs of a sampled token differ by {largest:.3g}, more than "
+                f"rollout.logprob_tolerance={rollout.logprob_tolerance:g}; the engine does not hold the trainer's weights, or "
+                f"computes with less precision (then raise the tolerance)"
+            )
+
+    def _describe(self, batch: Batch, advantages: Tensor, num_failed: int, step_s: float) -> dict[str, float]:
+        mask, scores = batch["response_mask"], batch["scores"]
+        lengths = mask.sum(dim=1).float()
+        reasons = [sample.completion.finish_reason for sample in self.samples]
+        norm_before, self.parameter_norm = self.parameter_norm, self.workers.call("actor", "parameter_norm")[0]
+        version = self.engine_version()
+        return {
+            "reward/mean": scores.mean().item(),
+            "reward/std": scores.std(correction=0).item(),
+            "reward/min": scores.min().item(),
+            "reward/max": scores.max().item(),
+            "reward/failed": num_failed,
+            "rollout/prompt_length_mean": (batch["attention_mask"].sum(dim=1) - lengths).mean().item(),
+            "rollout/response_length_mean": lengths.mean().item(),
+            "rollout/response_length_max": lengths.max().item(),
+            "rollout/truncated_fraction": reasons.count("length") / len(reasons),
+            "advantages/mean": masked_mean(advantages, mask).item(),
+            "advantages/std": masked_mean((advantages - masked_mean(advantages, mask)).square(), mask).sqrt().item(),
+            "critic/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
+            "critic/values_mean": masked_mean(batch["values"], mask).item(),
+            "critic/returns_mean": masked_mean(batch["returns"], mask).item(),
+            "actor/param_norm_delta": self.parameter_norm - norm_before,
+            "weights/version": version,
+            "weights/bytes": self.publisher.buffer.manifest.total_bytes if self.publisher.buffer else 0,
+            "perf/tokens_per_second": batch["attention_mask"].sum().item() / step_s,
+        }
+
+    def engine_version(self) -> int:
+        """Version of the weights that were handed over last."""
+        return self.publisher.buffer.manifest.weight_version if self.publisher.buffer else 0
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Seconds of the block, as `timing_s/{name}`."""
+    start = time.perf_counter()
+    yield
+    metrics[f"timing_s/{name}"] = time.perf_counter() - start

@@ -1,0 +1,103 @@
+"""What lives on one rank? `build_worker`: the models of every role, filled from their folders, behind one colocated worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.actor.actor import Actor, Policy
+from megappo.config.check import Plan
+from megappo.config.schema import UpdateConfig
+from megappo.controller.colocate import ColocatedWorker, create_colocated_worker
+from megappo.controller.dispatch import Dispatch, dispatched
+from megappo.critic.critic import Critic
+from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
+from megappo.models.microbatch import MicroBatching
+from megappo.models.pipeline_model import PipelineModel, Trainee
+from megappo.models.shape import ModelShape
+from megappo.parallel_state.groups import RoleGroups, create_role_groups
+from megappo.pp_weights.buffer import WeightBuffer
+from megappo.pp_weights.hf_io import HFReader, load_chunk
+from megappo.pp_weights.manager import WeightManager
+from megappo.pp_weights.mapping import chunk_pieces
+
+_HEAD_OF_ZEROS = ("score.weight",)
+
+
+class WeightPublisher:
+    """The role `weights`: gathers the actor's parameters. On rank 0 `buffer` holds the version that was published last."""
+
+    def __init__(self, manager: WeightManager) -> None:
+        self.manager = manager
+        self.buffer: WeightBuffer | None = None
+
+    @dispatched(Dispatch.ALL)
+    def publish(self, version: int, verify: bool) -> None:
+        """Gather, normalise and pack the current weights as `version`; `verify` stamps a checksum on each tensor."""
+        self.buffer = self.manager.publish(version, verify=verify)
+
+
+@dataclass(frozen=True)
+class RankModels:
+    """One rank's share of the run."""
+
+    worker: ColocatedWorker
+    publisher: WeightPublisher
+
+
+def build_worker(plan: Plan, roles: Sequence[str]) -> RankModels:
+    """Build the models of `roles` ("actor", "critic", "reference") on this rank. All ranks call it, in a torch world of theirs."""
+    config = plan.config
+    groups = create_role_groups({role: plan.layouts[role] for role in roles}, config.run.seed)
+    dtype = config.model.dtype
+    targets: dict[str, Any] = {}
+
+    chunks = _load(config.model.path, plan.shapes["actor"], groups["actor"], config.actor, dtype)
+    actor_model = Trainee(chunks, groups["actor"], _batching(config.actor), config.actor.optimizer, "actor")
+    targets["actor"] = Actor(actor_model, config.rollout.temperature, config.algorithm.clip_range, config.actor.entropy_coef)
+
+    if "critic" in roles:
+        chunks = _load(str(config.critic.path), plan.shapes["critic"], groups["critic"], config.critic, dtype)
+        model = Trainee(chunks, groups["critic"], _batching(config.critic), config.critic.optimizer, "critic")
+        targets["critic"] = Critic(model, config.critic.value_clip_range)
+    if "reference" in roles:
+        chunks = _load(str(config.reference.path), plan.shapes["reference"], groups["reference"], config.reference, dtype)
+        targets["reference"] = Policy(
+            PipelineModel(chunks, groups["reference"], _batching(config.actor)), config.rollout.temperature
+        )
+
+    with groups["actor"].active():
+        manager = WeightManager(
+            actor_model.chunks,
+            plan.shapes["actor"],
+            groups["actor"],
+            is_active=lambda: groups["actor"].is_active,
+            transport=config.pp_weights.transport,
+            gather=config.pp_weights.gather,
+            alignment_bytes=config.pp_weights.alignment_bytes,
+        )
+    targets["weights"] = publisher = WeightPublisher(manager)
+    groups["weights"] = groups["actor"]
+    return RankModels(create_colocated_worker(targets, activate=lambda role: groups[role].active()), publisher)
+
+
+def _load(folder: str, shape: ModelShape, groups: RoleGroups, section: Any, dtype: str) -> list[GPTChunk]:
+    """This rank's chunks, filled with its own slices of the folder's tensors."""
+    with groups.active(), HFReader(folder) as reader:
+        chunks = build_chunks(
+            shape,
+            groups,
+            DTYPES[dtype],
+            sequence_parallel=section.parallel.sequence_parallel,
+            recompute=getattr(section, "recompute", False),
+        )
+        reader.check(shape, absent_as_zeros=_HEAD_OF_ZEROS)
+        for number, chunk in enumerate(chunks):
+            pieces = chunk_pieces(shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, number)
+            load_chunk(reader, pieces, dict(chunk.named_parameters()), absent_as_zeros=_HEAD_OF_ZEROS)
+    return chunks
+
+
+def _batching(section: UpdateConfig) -> MicroBatching:
+    return MicroBatching(size=section.micro_batch_size, tokens=section.micro_batch_tokens, packed=section.packed)

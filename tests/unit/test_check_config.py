@@ -1,0 +1,373 @@
+"""Is a config that cannot run refused before anything starts, with the fix in the message?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo.config.check import Plan, check_config, joined_world_size
+from megappo.config.load import load_config
+from megappo.errors import UserError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 8,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with a model, data and a config of 16 prompts x 4 samples in mini-batches of 32."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "m")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "c.yaml").write_text(
+        "{model: {path: m}, data: {train: t.jsonl}, trainer: {batch_size: 16}, sft: {output: o, batch_size: 16},"
+        "rollout: {n: 4, max_prompt_tokens: 64, max_new_tokens: 32, engine: hf},"
+        "actor: {mini_batch_size: 32}, critic: {mini_batch_size: 32}}"
+    )
+    return tmp_path
+
+
+def check(*overrides: str, world_size: int | None = None, command: Any = "train", local: int | None = None) -> Plan:
+    return check_config(load_config("c.yaml", overrides, command), world_size, command, local)
+
+
+def problems(*overrides: str, world_size: int | None = None, command: Any = "train", local: int | None = None) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        check(*overrides, world_size=world_size, command=command, local=local)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.usefixtures("here")
+class TestLayouts:
+    def test_a_plan_has_the_sizes_and_layouts_of_all_roles(self) -> None:
+        plan = check("actor.parallel.pp=2", "actor.parallel.vpp=2", "critic.parallel.tp=2")
+        assert plan.world_size == 2
+        assert [str(plan.layouts[role]) for role in ("actor", "critic", "reference")] == ["pp2 x vpp2", "tp2", "pp2 x vpp2"]
+        assert plan.shapes["critic"].head == "value"
+        assert plan.shapes["actor"].num_layers == 8
+
+    def test_what_does_not_divide_is_refused_once_for_a_shared_layout(self) -> None:
+        (error,) = problems("actor.parallel.pp=3")
+        assert error.startswith("actor.parallel.pp=3 does not divide num_layers=8; use 1, 2, 4 or 8")
+        (error,) = problems("actor.parallel.tp=3")
+        assert error == "actor.parallel.tp=3 does not divide num_heads=8 and num_kv_heads=4 and ffn_size=512; use 1 or 2 or 4"
+        (error,) = problems("actor.parallel.tp=8")
+        assert error == "actor.parallel.tp=8 does not divide num_kv_heads=4; use 1 or 2 or 4"
+
+    def test_a_layout_of_the_critics_own_is_refused_under_its_own_key(self) -> None:
+        (error,) = problems("critic.parallel.pp=3", "actor.parallel.pp=2")
+        assert error.startswith("critic.parallel.pp=3 does not divide num_layers=8")
+
+    @pytest.mark.parametrize("axis, name", [("cp", "context"), ("ep", "expert")])
+    def test_what_comes_later_is_refused(self, axis: str, name: str) -> None:
+        assert problems(f"actor.parallel.{axis}=2") == [
+            f"actor.parallel.{axis}=2: {name} parallelism is not supported yet; set it to 1"
+        ]
+
+    def test_sequence_parallel_needs_tensor_parallel(self) -> None:
+        (error,) = problems("actor.parallel.sequence_parallel=true")
+        assert "needs actor.parallel.tp of 2 or more" in error
+        check("actor.parallel.sequence_parallel=true", "actor.parallel.tp=2")
+
+    def test_all_roles_need_the_same_number_of_ranks(self) -> None:
+        (error,) = problems("actor.parallel.pp=4", "critic.parallel.tp=2")
+        assert error == (
+            "critic.parallel needs tp x cp x pp x dp = 2 x 1 x 1 x 1 = 2 ranks, actor.parallel needs "
+            "tp x cp x pp x dp = 1 x 1 x 4 x 1 = 4 ranks, and all models share the same ranks; set critic.parallel.dp=2"
+        )
+
+    def test_a_launchers_world_must_be_the_layouts(self) -> None:
+        (error,) = problems("actor.parallel.pp=2", world_size=4)
+        assert error == (
+            "WORLD_SIZE=4, but actor.parallel needs tp x cp x pp x dp = 1 x 1 x 2 x 1 = 2 ranks; start 2 ranks, "
+            "or set actor.parallel.dp=2"
+        )
+        (error,) = problems("actor.parallel.tp=2", world_size=1)
+        assert error.endswith("choose actor.parallel.tp, cp and pp so that their product (now 2) divides 1")
+        assert check("actor.parallel.pp=2", world_size=2).world_size == 2
+
+    def test_torchrun_as_the_launcher_needs_its_variables(self) -> None:
+        (error,) = problems("run.launcher=torchrun")
+        assert error.startswith("run.launcher='torchrun', but RANK and WORLD_SIZE are not set")
+
+    def test_the_world_is_joined_only_where_a_launcher_has_started_it(self) -> None:
+        environment = {"RANK": "0", "WORLD_SIZE": "4"}
+        assert joined_world_size(load_config("c.yaml"), environment) == 4
+        assert joined_world_size(load_config("c.yaml"), {"WORLD_SIZE": "4"}) is None
+        assert joined_world_size(load_config("c.yaml", ["run.launcher=local"]), environment) is None
+
+    def test_a_degree_below_one_is_refused(self) -> None:
+        assert problems("actor.parallel.dp=0") == ["actor.parallel.dp=0 must be at least 1"]
+        assert problems("actor.parallel.tp=0") == ["actor.parallel.tp=0 must be at least 1"]
+
+
+SAMPLES = "trainer.batch_size=16 x rollout.n=4 = 64 samples"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "dp, mini, micro, message",
+    [
+        (1, 32, 8, None),
+        (1, 64, 64, None),
+        (1, 1, 1, None),
+        (1, 64, 7, None),  # a short last micro-batch is no fault
+        (2, 32, 16, None),
+        (4, 4, 1, None),
+        (64, 64, 1, None),
+        (1, 48, 8, f"actor.mini_batch_size=48 does not divide {SAMPLES}; use 32 or 64"),
+        (1, 3, 1, f"actor.mini_batch_size=3 does not divide {SAMPLES}; use 2 or 4"),
+        (1, 128, 8, f"actor.mini_batch_size=128 is more than {SAMPLES}; use 64"),
+        (1, 0, 8, "actor.mini_batch_size=0 must be at least 1"),
+        (1, 32, 0, "actor.micro_batch_size=0 must be at least 1"),
+        (1, 16, 32, "actor.micro_batch_size=32 is more than a rank's part of actor.mini_batch_size=16 (dp=1: 16 samples)"),
+        (2, 32, 32, "actor.micro_batch_size=32 is more than a rank's part of actor.mini_batch_size=32 (dp=2: 16 samples)"),
+        (2, 1, 1, "actor.mini_batch_size=1 is not a multiple of actor.parallel.dp=2; use 2"),
+        (8, 4, 1, "actor.mini_batch_size=4 is not a multiple of actor.parallel.dp=8; use 8"),
+        (3, 32, 8, f"{SAMPLES} cannot be split over actor.parallel.dp=3; make trainer.batch_size 15 or 18"),
+        (128, 32, 8, f"{SAMPLES} cannot be split over actor.parallel.dp=128; make trainer.batch_size 128"),
+    ],
+)  # fmt: skip
+def test_batches_are_accepted_or_refused_with_the_nearest_value(dp: int, mini: int, micro: int, message: str | None) -> None:
+    overrides = [f"actor.parallel.dp={dp}", f"actor.mini_batch_size={mini}", f"actor.micro_batch_size={micro}"]
+    overrides += ["critic.mini_batch_size=64", "critic.micro_batch_size=1"]
+    if message is None:
+        check(*overrides)
+    else:
+        assert problems(*overrides)[0].startswith(message)
+
+
+@pytest.mark.usefixtures("here")
+class TestValues:
+    @pytest.mark.parametrize("pp, vpp", [(4, 2), (2, 4)])
+    def test_any_number_of_samples_fits_an_interleaved_schedule(self, pp: int, vpp: int) -> None:
+        layout = [f"actor.parallel.pp={pp}", f"actor.parallel.vpp={vpp}"]
+        for prompts in range(1, 13):
+            sizes = [f"{role}.mini_batch_size={prompts}" for role in ("actor", "critic")]
+            micro = [f"{role}.micro_batch_size=1" for role in ("actor", "critic")]
+            check(*layout, *sizes, *micro, f"trainer.batch_size={prompts}", "rollout.n=1")
+
+    def test_the_critics_batches_are_checked_too(self) -> None:
+        (error,) = problems("critic.mini_batch_size=48")
+        assert error.startswith("critic.mini_batch_size=48 does not divide")
+
+    def test_a_token_budget_must_hold_the_longest_sample(self) -> None:
+        (error,) = problems("actor.micro_batch_tokens=95")
+        assert error.startswith("actor.micro_batch_tokens=95 does not hold one sample of up to 96 tokens")
+        check("actor.micro_batch_tokens=96", "actor.micro_batch_size=1000")
+
+    def test_prompt_and_response_must_fit_the_positions(self) -> None:
+        check("rollout.max_prompt_tokens=96")
+        (error,) = problems("rollout.max_prompt_tokens=97")
+        assert error == (
+            "rollout.max_prompt_tokens=97 + rollout.max_new_tokens=32 = 129 exceeds the model's max_position_embeddings=128; "
+            "lower them by 1 together"
+        )
+
+    @pytest.mark.parametrize("temperature", ["0", "-1", "0.0"])
+    def test_greedy_sampling_is_refused_for_training(self, temperature: str) -> None:
+        (error,) = problems(f"rollout.temperature={temperature}")
+        assert "is greedy" in error
+        check(f"rollout.temperature={temperature}", command="sft")
+
+    @pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20"])
+    def test_filtered_sampling_is_warned_of(self, override: str, caplog: pytest.LogCaptureFixture) -> None:
+        logging.getLogger("megappo").propagate = True
+        with caplog.at_level(logging.WARNING, logger="megappo"):
+            check()
+            assert not caplog.records
+            check(override)
+        assert override.partition("=")[0] in caplog.text
+
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "run.watchdog_s=0",
+            "run.threads_per_rank=0",
+            "run.name=a/b",
+            "run.name=..",
+            "actor.optimizer.lr=0",
+            "critic.optimizer.lr=-1",
+            "actor.optimizer.betas=[1.0, 0.9]",
+            "actor.optimizer.min_lr_ratio=2",
+            "actor.optimizer.warmup_steps=101",
+            "critic.epochs=0",
+            "critic.value_clip_range=0",
+            "algorithm.gamma=1.1",
+            "algorithm.gae_lambda=-0.1",
+            "algorithm.clip_range=0",
+            "algorithm.kl_coef=-1",
+            "rollout.top_p=0",
+            "rollout.top_k=0",
+            "rollout.n=0",
+            "rollout.tp=0",
+            "rollout.max_new_tokens=0",
+            "rollout.logprob_tolerance=0",
+            "trainer.steps=0",
+            "trainer.save_every=-1",
+            "trainer.max_validation_rows=0",
+            "pp_weights.verify_every=-1",
+            "pp_weights.alignment_bytes=8",
+            "pp_weights.alignment_bytes=48",
+        ],
+    )
+    def test_a_value_out_of_range_is_refused_by_its_key(self, override: str) -> None:
+        key = override.partition("=")[0]
+        assert any(error.startswith(key) for error in problems(override))
+
+    def test_a_kl_penalty_without_its_reference_is_refused(self) -> None:
+        (error,) = problems("algorithm.kl_coef=0.1", "reference.enabled=false")
+        assert error.startswith("algorithm.kl_coef=0.1 needs the reference")
+
+    def test_accuracy_goals_of_the_warm_start_need_an_evaluation(self, here: Path) -> None:
+        (error,) = problems("sft.stop_at_accuracy=0.4", command="sft")
+        assert error.startswith("sft.evaluate_every=0 never measures")
+        check("sft.stop_at_accuracy=0.4", "sft.evaluate_every=5", "data.validation=t.jsonl", command="sft")
+
+    def test_the_warm_start_does_not_look_at_what_it_does_not_use(self) -> None:
+        check("rollout.tp=7", "critic.path=nowhere", "reward.function=nothing", command="sft")
+        (error,) = problems("sft.batch_size=7", "actor.parallel.dp=2", command="sft")
+        assert error == "sft.batch_size=7 is not a multiple of actor.parallel.dp=2; use 6 or 8"
+
+
+@pytest.mark.usefixtures("here")
+class TestRollout:
+    def test_the_engines_degree_must_fit_heads_and_ranks(self) -> None:
+        four = ["actor.parallel.pp=4", "rollout.engine=vllm"]
+        for tp in (1, 2, 4):
+            check(*four, f"rollout.tp={tp}")
+        (error,) = problems(*four, "rollout.tp=3")
+        assert error == (
+            "rollout.tp=3 must divide num_heads=8, fit num_kv_heads=4 and divide the 4 ranks of actor.parallel; use 1 or 2 or 4"
+        )
+
+    def test_only_vllm_is_tensor_parallel(self) -> None:
+        (error,) = problems("actor.parallel.pp=2", "rollout.tp=2")
+        assert error.startswith("rollout.tp=2 is not possible with rollout.engine='hf'")
+
+    def test_gathering_over_pp_alone_needs_equal_tensor_parallel_degrees(self) -> None:
+        layout = ["actor.parallel.tp=2", "rollout.engine=vllm", "pp_weights.gather=pp"]
+        (error,) = problems(*layout)
+        assert error == (
+            "pp_weights.gather='pp' keeps tensor-parallel shards in place, but rollout.tp=1 is not actor.parallel.tp=2; "
+            "set rollout.tp=2 or pp_weights.gather=full"
+        )
+        check(*layout, "rollout.tp=2")
+
+    def test_the_cache_must_hold_the_longest_sequence(self) -> None:
+        # 2 (k, v) x 8 layers x 4 heads x 32 x 4 bytes x 96 tokens = 786432
+        check("rollout.engine=vllm", "rollout.kv_cache_bytes=786432")
+        (error,) = problems("rollout.engine=vllm", "rollout.kv_cache_bytes=786431")
+        assert "which takes 786432 bytes" in error
+
+    def test_shared_memory_needs_one_host(self) -> None:
+        overrides = ["actor.parallel.pp=2", "pp_weights.transport=shared_memory"]
+        check(*overrides, world_size=2, local=2)
+        (error,) = problems(*overrides, world_size=2, local=1)
+        assert error.startswith("pp_weights.transport='shared_memory' needs all 2 ranks on one host, but this host has 1")
+
+    def test_an_engine_that_is_not_installed_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("megappo.config.check_files.find_spec", lambda name: None)
+        errors = problems("rollout.engine=vllm", "run.trackers=[tensorboard]", "data.validation=reasoning_gym:chain_sum")
+        assert [error.split(",")[0].split(" needs")[0] for error in errors] == [
+            "data.validation='reasoning_gym:chain_sum'",
+            "rollout.engine='vllm'",
+            "run.trackers=['tensorboard']",
+        ]
+
+
+class TestFiles:
+    def test_a_missing_model_folder_is_one_line(self, here: Path) -> None:
+        (error,) = problems("model.path=nowhere")
+        assert error.startswith("model.path='nowhere' is not a folder")
+
+    def test_a_missing_critic_is_refused_under_its_own_key(self, here: Path) -> None:
+        (error,) = problems("critic.path=nowhere")
+        assert error.startswith("critic.path='nowhere' is not a folder")
+
+    def test_another_vocabulary_is_refused(self, here: Path) -> None:
+        write_model(here / "other", vocab_size=101)
+        (error,) = problems("reference.path=other")
+        assert error == "reference.path='other' has vocab_size=101, but model.path has 100; use a model with the same tokenizer"
+
+    def test_a_smaller_critic_is_fine(self, here: Path) -> None:
+        write_model(here / "small", num_hidden_layers=2)
+        assert check("critic.path=small").layouts["critic"].num_layers == 2
+        (error,) = problems("critic.path=small", "actor.parallel.pp=4")
+        assert error.startswith("critic.parallel.pp=4 does not divide num_layers=2; use 1 or 2")
+
+    def test_a_model_of_no_known_family_is_refused(self, here: Path) -> None:
+        write_model(here / "other", architectures=["T5Model"])
+        (error,) = problems("model.path=other")
+        assert "architectures=['T5Model'] is not supported; use one of LlamaForCausalLM" in error
+
+    def test_a_quantised_model_is_refused(self, here: Path) -> None:
+        write_model(here / "fp8", quantization_config={"quant_method": "fp8"})
+        (error,) = problems("model.path=fp8")
+        assert error.startswith("model.path='fp8' is quantised")
+
+    def test_a_folder_without_weights_is_refused(self, here: Path) -> None:
+        (here / "m" / "model.safetensors").unlink()
+        (error,) = problems()
+        assert error.startswith("model.path='m' has no .safetensors file")
+
+    def test_a_missing_tokenizer_is_refused(self, here: Path) -> None:
+        (error,) = problems("model.tokenizer=nowhere.model")
+        assert error.startswith("model.tokenizer='nowhere.model' does not exist")
+
+    def test_data_files_must_be_there(self, here: Path) -> None:
+        (here / "empty.jsonl").touch()
+        errors = problems("data.train=nowhere.jsonl", "data.validation=empty.jsonl")
+        assert [error.split(";")[0] for error in errors] == [
+            "data.train='nowhere.jsonl' is not a file",
+            "data.validation='empty.jsonl' is empty",
+        ]
+
+    def test_options_of_data_without_effect_are_refused(self, here: Path) -> None:
+        for override in ("trainer.validate_every=5", "data.system_prompt=hello", "data.task_options={a: 1}"):
+            (error,) = problems(override)
+            assert override.split("=")[0] in error
+        check("data.system_prompt=hello", "data.chat_template=true")
+
+    def test_a_reward_function_must_be_found_without_running_its_file(self, here: Path) -> None:
+        (here / "mine.py").write_text(
+            "raise SystemExit('was run')\ndef score(prompt, response, answer, row): return 1.0\nalso = score\n"
+        )
+        (here / "broken.py").write_text("def score(:\n")
+        check("reward.function=mine.py:score")
+        check("reward.function=mine.py:also")
+        for name, message in {
+            "exact_mach": "did you mean exact_match?",
+            "nothing": "use one of exact_match",
+            "mine.py:other": "mine.py defines no 'other'; it has score, also",
+            "mine.py": "neither a built-in reward nor path/to/file.py:function",
+            "nowhere.py:score": "the file 'nowhere.py' does not exist",
+            "broken.py:score": "line 1 of broken.py is not valid Python",
+            "reasoning_gym": "scores reasoning_gym:TASK only",
+        }.items():
+            (error,) = problems(f"reward.function={name}")
+            assert message in error
+
+    def test_all_problems_are_listed_at_once(self, here: Path) -> None:
+        errors = problems("actor.parallel.pp=3", "rollout.temperature=0", "data.train=nowhere", "critic.epochs=0", "run.name=a/b")
+        assert len(errors) == 5

@@ -1,0 +1,70 @@
+"""May an engine generate? Traps A15, A16, A20 as a state machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.errors import RunFailed
+from megappo.rollout.state import EngineState
+
+
+def test_generate_before_the_first_update_says_so() -> None:
+    with pytest.raises(RunFailed, match="the engine cannot generate: no weights have been published"):
+        EngineState("the engine").require_generate()
+
+
+def test_a_complete_update_gives_its_version() -> None:
+    state = EngineState("the engine")
+    state.begin_update(7)
+    state.commit(7)
+    assert state.require_generate() == 7
+
+
+def test_an_update_that_stops_half_way_refuses_until_one_completes() -> None:
+    state = EngineState("the engine")
+    state.begin_update(1)
+    state.commit(1)
+    state.begin_update(2)
+    with pytest.raises(RunFailed, match="the update to weights version 2 did not complete"):
+        state.require_generate()
+    state.fail_update(2, "missing: a.weight")
+    assert state.weight_version is None
+    with pytest.raises(RunFailed, match=r"version 2 failed \(missing: a.weight\)"):
+        state.require_generate()
+    state.begin_update(3)
+    state.commit(3)
+    assert state.require_generate() == 3
+
+
+def test_sleep_gives_the_weights_up_and_wake_alone_is_not_enough() -> None:
+    state = EngineState("the engine")
+    state.begin_update(1)
+    state.commit(1)
+    state.sleep()
+    with pytest.raises(RunFailed, match="it is asleep; call wake"):
+        state.require_generate()
+    with pytest.raises(RunFailed, match="cannot take weights version 2: it is asleep"):
+        state.begin_update(2)
+    state.wake()
+    with pytest.raises(RunFailed, match="it slept and gave its weights up; call update_weights"):
+        state.require_generate()
+    state.begin_update(2)
+    state.commit(2)
+    assert state.require_generate() == 2
+
+
+def test_wake_of_an_engine_that_does_not_sleep_changes_nothing() -> None:
+    state = EngineState("the engine")
+    state.begin_update(1)
+    state.commit(1)
+    state.wake()
+    assert state.require_generate() == 1
+
+
+def test_a_closed_engine_refuses_everything_and_keeps_the_first_cause() -> None:
+    state = EngineState("the engine")
+    state.close("killed by SIGKILL")
+    state.close()
+    for operation in (state.require_generate, state.sleep, state.wake, lambda: state.begin_update(1)):
+        with pytest.raises(RunFailed, match="killed by SIGKILL"):
+            operation()

@@ -60,14 +60,14 @@ def check_config(
     problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
     if shapes["actor"] is not None:
         problems += _length_problems(config, shapes["actor"])
-    if command == "train":
-        problems += rollout_tp_problems(config, shapes["actor"], layouts.get("actor"))
-        problems += _cache_problems(config, shapes["actor"])
-        problems += _transport_problems(config, world_size, local_world_size)
+    problems += rollout_tp_problems(config, shapes["actor"], layouts.get("actor"))
+    problems += _cache_problems(config, shapes["actor"])
+    problems += _transport_problems(config, world_size, local_world_size)
+    if command == "train" or config.sft.evaluate_every:
         problems += reward_problems(config)
     problems += tokenizer_problems(config)
     problems += data_problems(config, command)
-    problems += extras_problems(config, command)
+    problems += extras_problems(config)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if command == "train":

@@ -94,9 +94,9 @@ def reward_problems(config: Config) -> Iterator[str]:
         yield f"reward.function={name!r}: {path} defines no {function!r}; it has {', '.join(defined) or 'nothing'}"
 
 
-def extras_problems(config: Config, command: Command) -> Iterator[str]:
+def extras_problems(config: Config) -> Iterator[str]:
     """Packages that the config asks for and that are not installed."""
-    if command == "train" and config.rollout.engine == "vllm" and find_spec("vllm") is None:
+    if config.rollout.engine == "vllm" and find_spec("vllm") is None:
         yield "rollout.engine='vllm', but vllm is not installed; install megappo with its extra, or use rollout.engine=hf (slow)"
     if "tensorboard" in config.run.trackers and find_spec("tensorboard") is None:
         yield "run.trackers=['tensorboard'], but tensorboard is not installed; install megappo with the extra `trackers`"

@@ -11,9 +11,10 @@ from megappo.config.schema import Config, UpdateConfig
 _Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
 
 _COMMON: tuple[_Range, ...] = (
-    ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "data.task_size")),
-    ("at least 1", lambda v: v >= 1, ("rollout.max_prompt_tokens", "rollout.max_new_tokens")),
-    ("at least 0", lambda v: v >= 0, ("run.seed",)),
+    ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "data.task_size", "rollout.tp", "rollout.max_num_seqs")),
+    ("at least 1", lambda v: v >= 1, ("rollout.max_prompt_tokens", "rollout.max_new_tokens", "rollout.kv_cache_bytes")),
+    ("at least 1", lambda v: v >= 1, ("rollout.threads", "trainer.max_validation_rows")),
+    ("at least 0", lambda v: v >= 0, ("run.seed", "pp_weights.verify_every")),
     ("more than 0", lambda v: v > 0, ("run.watchdog_s",)),
 )
 _UPDATE: tuple[_Range, ...] = (
@@ -23,24 +24,17 @@ _UPDATE: tuple[_Range, ...] = (
     ("between 0 and 1", lambda v: 0 <= v <= 1, ("optimizer.min_lr_ratio",)),
 )
 _TRAIN: tuple[_Range, ...] = (
-    ("at least 1", lambda v: v >= 1, ("trainer.steps", "trainer.batch_size", "rollout.n", "rollout.tp", "rollout.max_num_seqs")),
-    ("at least 1", lambda v: v >= 1, ("rollout.kv_cache_bytes", "rollout.threads")),
-    ("at least 0", lambda v: v >= 0, ("trainer.validate_every", "trainer.save_every", "pp_weights.verify_every")),
+    ("at least 1", lambda v: v >= 1, ("trainer.steps", "trainer.batch_size", "rollout.n")),
+    ("at least 0", lambda v: v >= 0, ("trainer.validate_every", "trainer.save_every")),
     ("at least 0", lambda v: v >= 0, ("algorithm.kl_coef", "actor.entropy_coef")),
-    ("more than 0", lambda v: v > 0, ("algorithm.clip_range", "rollout.logprob_tolerance")),
+    ("more than 0", lambda v: v > 0, ("algorithm.clip_range", "rollout.logprob_tolerance", "critic.value_clip_range")),
     ("between 0 and 1", lambda v: 0 <= v <= 1, ("algorithm.gamma", "algorithm.gae_lambda")),
     ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("rollout.top_p",)),
     ("-1 (off) or at least 1", lambda v: v == -1 or v >= 1, ("rollout.top_k",)),
 )
-_OPTIONAL_TRAIN: tuple[_Range, ...] = (
-    ("more than 0", lambda v: v > 0, ("critic.value_clip_range",)),
-    ("at least 1", lambda v: v >= 1, ("trainer.max_validation_rows",)),
-)
 _SFT: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("sft.steps", "sft.batch_size")),
     ("at least 0", lambda v: v >= 0, ("sft.evaluate_every",)),
-)
-_OPTIONAL_SFT: tuple[_Range, ...] = (
     ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("sft.stop_at_accuracy", "sft.max_accuracy")),
 )
 
@@ -48,15 +42,21 @@ _OPTIONAL_SFT: tuple[_Range, ...] = (
 def range_problems(config: Config, command: Command) -> Iterator[str]:
     """Single values out of their range, and pairs of keys that contradict each other."""
     roles = ("actor", "critic") if command == "train" else ("actor",)
-    ranges = _COMMON + (_TRAIN + _OPTIONAL_TRAIN if command == "train" else _SFT + _OPTIONAL_SFT)
+    ranges = _COMMON + (_TRAIN if command == "train" else _SFT)
     ranges += tuple((text, holds, tuple(f"{role}.{key}" for key in keys)) for role in roles for text, holds, keys in _UPDATE)
     for text, holds, keys in ranges:
         for key in keys:
             value = attrgetter(key)(config)
-            if value is not None and not holds(value):
+            if value is not None and not holds(value):  # what is not given has no range
                 yield f"{key}={value} must be {text}"
     for role in roles:
         yield from _optimizer_problems(role, getattr(config, role))
+    temperature = config.rollout.temperature
+    if temperature <= 0:
+        yield (
+            f"rollout.temperature={temperature} has no log-probs to train on (it is greedy); use a value above 0, "
+            f"e.g. 1.0 (validation is greedy anyway)"
+        )
     name = config.run.name
     if not name or name in (".", "..") or "/" in name:
         yield f"run.name={name!r} is the name of a folder inside run.dir; use a plain name without '/'"
@@ -74,20 +74,14 @@ def _optimizer_problems(role: str, section: UpdateConfig) -> Iterator[str]:
     decay_steps = optimizer.decay_steps or 0
     if decay_steps < 1:
         yield f"{key}.decay_steps={decay_steps} must be at least 1"
-    elif optimizer.warmup_steps > decay_steps:
+    elif optimizer.warmup_steps >= decay_steps:
         yield (
-            f"{key}.warmup_steps={optimizer.warmup_steps} is more than decay_steps={decay_steps} (default: the number of steps): "
-            f"the rate would never be reached; lower warmup_steps or raise decay_steps"
+            f"{key}.warmup_steps={optimizer.warmup_steps} must be less than {key}.decay_steps={decay_steps}; "
+            f"lower warmup_steps or raise decay_steps"
         )
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    temperature = config.rollout.temperature
-    if temperature <= 0:
-        yield (
-            f"rollout.temperature={temperature} is greedy: PPO needs samples whose log-probs are defined; use a value above 0, "
-            f"e.g. 1.0 (validation is greedy anyway)"
-        )
     if config.algorithm.kl_coef > 0 and config.reference.enabled is False:
         yield (
             f"algorithm.kl_coef={config.algorithm.kl_coef} needs the reference, but reference.enabled=false; "

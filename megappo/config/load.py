@@ -31,13 +31,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: Comman
     Raises UserError with one line for each unknown key, wrong type, malformed override and missing mandatory key.
     """
     errors: list[str] = []
-    merged = OmegaConf.merge(OmegaConf.create(_plain(Config())), _read(Path(path)))
-    for text in overrides:
-        override = _parse_override(text, errors)
-        if override is not None:
-            merged = OmegaConf.merge(merged, override)
+    layers = [OmegaConf.create(_plain(Config())), _read(Path(path)), *(_parse_override(text, errors) for text in overrides)]
     try:
-        data = OmegaConf.to_container(merged, resolve=True)
+        data = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError("\n".join([*errors, f"{path}: {_first_line(error)} (key {error.full_key})"])) from None
     assert isinstance(data, dict)
@@ -74,21 +70,21 @@ def _read(path: Path) -> DictConfig:
     return loaded
 
 
-def _parse_override(text: str, errors: list[str]) -> DictConfig | None:
-    """`a.b=c` as nested config; None, and a line in `errors`, where it is malformed."""
+def _parse_override(text: str, errors: list[str]) -> DictConfig:
+    """`a.b=c` as nested config; empty, with a line in `errors`, where it is malformed."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         near = nearest_key(text.partition("=")[0].strip(". "), list(all_keys()))
         example = f"{near or 'actor.optimizer.lr'}=VALUE"
         errors.append(f"override {text!r} is not of the form a.b=c; write it like {example}")
-        return None
+        return DictConfig({})
     key, raw = match["key"], match["value"]
     try:
         value = OmegaConf.select(OmegaConf.from_dotlist([f"value={raw}"]), "value") if "${" not in raw else raw
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         if strip_optional(type_of(key)) is not str:
             errors.append(f"override {text!r}: the value is not valid YAML ({_first_line(error)}); quote it or mend it")
-            return None
+            return DictConfig({})
         value = raw
     if strip_optional(type_of(key)) is str and not isinstance(value, str) and value is not None:
         value = raw  # a run called 007 stays 007

@@ -35,6 +35,8 @@ def resolve(config: Config, command: Command = "train") -> Config:
 
 
 def _with_decay_steps(section: U, last_step: int) -> U:
-    if section.optimizer.decay_steps is not None:
+    optimizer = section.optimizer
+    if optimizer.decay_steps is not None:
         return section
-    return replace(section, optimizer=replace(section.optimizer, decay_steps=last_step))
+    # A run that is shorter than its warm-up ends within it; the decay still comes after.
+    return replace(section, optimizer=replace(optimizer, decay_steps=max(last_step, optimizer.warmup_steps + 1)))

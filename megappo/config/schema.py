@@ -76,7 +76,7 @@ class OptimizerConfig:
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay from `lr` to `min_lr_ratio * lr`."""
     decay_steps: int | None = None
-    """Trainer step at which the decay ends; default: trainer.steps."""
+    """Trainer step at which the decay ends; default: the last step of the run."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's beta1 and beta2."""
     eps: float = 1e-8

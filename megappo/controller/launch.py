@@ -32,7 +32,7 @@ from megappo.controller.failure import (
     read_failure,
     write_failure,
 )
-from megappo.controller.rendezvous import detect_launcher, join_world
+from megappo.controller.rendezvous import detect_launcher, join_world, store_prefix
 from megappo.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def launch_local(
                 store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
                     "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
                 )
+                store = torch.distributed.PrefixStore(store_prefix(environment), store)  # type: ignore[attr-defined]
                 failure = _supervise(ranks, store, run_dir, signals, grace_s)
             finally:
                 for handle, process in ranks.items():  # none but after an error of the launcher itself
@@ -219,8 +220,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _open_log(rank: int, run_dir: Path) -> None:
     """Rank 0 keeps the terminal and copies its log lines to its file; everything that another rank writes goes to its file."""
     path = log_path(run_dir, rank)
+    handler: logging.Handler
     if rank == 0:
-        logger.addHandler(handler := logging.FileHandler(path))
+        handler = logging.FileHandler(path)
+        logger.addHandler(handler)
     else:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):

@@ -147,12 +147,12 @@ class LocalWorkerGroup:
             if time.monotonic() > deadline:
                 late = sorted(set(expected.values()) - set(self._identities))
                 raise RunFailed(f"ranks {late} did not report to the driver within {timeout_s:g} s; see their logs")
-            if not self._socket.poll(POLL_MS):
+            frames = _receive_frames(self._socket)
+            if frames is None:
                 if watchdog.failure is not None:
                     raise self._failed(watchdog.failure)
                 continue
-            identity = self._socket.recv()
-            _receive_frames(self._socket)
+            identity = frames[0].bytes
             if identity in expected:
                 self._identities[expected[identity]] = identity
             else:
@@ -184,17 +184,17 @@ class LocalWorkerGroup:
         """The answers of all other ranks. Raises the first cause once one reports a failure or the watchdog knows of one."""
         results: dict[int, tuple[Any, Tensors | None]] = {}
         while len(results) < len(self._identities):
-            if not self._socket.poll(POLL_MS):
+            frames = _receive_frames(self._socket)
+            if frames is None:
                 if self._watchdog and self._watchdog.failure is not None:
                     raise self._failed(self._watchdog.failure)
                 continue
-            identity = self._socket.recv()
-            frames = _receive_frames(self._socket)
+            identity = frames[0].bytes
             if identity not in self._ranks:
                 logger.warning("a stranger without this run's token spoke to the driver; it is not heard")
                 continue
             rank = self._ranks[identity]
-            header, found = decode(frames)
+            header, found = decode(frames[1:])
             if "failure" in header:
                 raise self._failed(Failure.from_json(header["failure"]))
             if header["call"] != self._call_number:
@@ -236,10 +236,10 @@ def serve(worker: ColocatedWorker, watchdog: Watchdog, name: str = "controller",
 
 def _serve_one(worker: ColocatedWorker, socket: zmq.Socket[bytes], watchdog: Watchdog) -> bool:
     """Wait for a call and answer it; false: it was stop."""
-    while not socket.poll(POLL_MS):
+    while (frames := _receive_frames(socket)) is None:
         if watchdog.failure is not None:
             raise RankFailed(watchdog.failure)
-    header, tensors = decode(_receive_frames(socket))
+    header, tensors = decode(frames)
     if header.get("stop"):
         watchdog.expect_end()
         _send_frames(socket, encode({"call": header["call"], "value": None, "has_tensors": False}))
@@ -274,6 +274,7 @@ def _set_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a message is never dropped
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IPV6, 1)  # and IPv4
+    socket.setsockopt(zmq.RCVTIMEO, POLL_MS)
 
 
 def _send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> None:
@@ -282,9 +283,12 @@ def _send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> None:
     socket.send(frames[-1], copy=len(frames[-1]) < COPY_BELOW_BYTES)
 
 
-def _receive_frames(socket: zmq.Socket[bytes]) -> list[Any]:
-    """The rest of a message; tensors are built on the received memory."""
-    frames: list[Any] = [socket.recv(copy=False)]
+def _receive_frames(socket: zmq.Socket[bytes]) -> list[Any] | None:
+    """The frames of one message, none if there is none within POLL_MS. Tensors are built on the received memory."""
+    try:
+        frames: list[Any] = [socket.recv(copy=False)]
+    except zmq.Again:
+        return None
     while frames[-1].more:
         frames.append(socket.recv(copy=False))
     return frames

@@ -51,8 +51,12 @@ def join_world(environ: Mapping[str, str], timeout_s: float = 300.0) -> tuple[in
         raise RunFailed(
             f"rank {rank} could not {action} the rendezvous store at MASTER_ADDR={host} MASTER_PORT={port}: {reason}"
         ) from error
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store over restarts
-    return rank, world_size, PrefixStore(f"megappo/attempt_{attempt}", store)
+    return rank, world_size, PrefixStore(store_prefix(environ), store)
+
+
+def store_prefix(environ: Mapping[str, str]) -> str:
+    """Where a run's keys lie on the store; torchrun keeps its store when it restarts the ranks."""
+    return f"megappo/attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:

@@ -20,24 +20,29 @@ DTYPES = {
         torch.float16, torch.bfloat16, torch.float32, torch.float64,
     )
 }  # fmt: skip
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def plain(value: Any, where: str = "value") -> Any:
+def plain(value: Any, where: str = "value", path: tuple[object, ...] = ()) -> Any:
     """`value` as it looks after its way over the wire. Raises TypeError for what JSON would lose or change silently."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
+        return [plain(item, where, (*path, i)) for i, item in enumerate(value)]
+    if isinstance(value, (dict, Mapping)):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: only strings may be keys of what travels between ranks")
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+                raise TypeError(f"{_at(where, path)} has the key {key!r}: only strings may be keys of what travels between ranks")
+        return {key: plain(item, where, (*path, key)) for key, item in value.items()}
     raise TypeError(
-        f"{where} is a {type(value).__name__}: only numbers, strings, booleans, None, lists and dicts travel between ranks "
-        f"(tensors go into the dict of tensors)"
+        f"{_at(where, path)} is a {type(value).__name__}: only numbers, strings, booleans, None, lists and dicts "
+        f"travel between ranks (tensors go into the dict of tensors)"
     )
+
+
+def _at(where: str, path: tuple[object, ...]) -> str:
+    return where + "".join(f"[{part!r}]" for part in path)
 
 
 def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[bytes | memoryview]:
@@ -49,13 +54,13 @@ def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = Non
             raise TypeError(f"tensor {name!r} is {tensor.dtype}: it cannot travel between ranks")
         schema.append((name, NAMES[tensor.dtype], list(tensor.shape)))
         frames.append(_bytes_of(tensor))
-    frames[0] = json.dumps({**header, "schema": schema}, separators=(",", ":")).encode()
+    frames[0] = to_json({**header, "schema": schema}).encode()
     return frames
 
 
 def decode(frames: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a message. A frame is bytes or a zmq.Frame."""
-    header = json.loads(_buffer(frames[0]).tobytes())
+    header = json.loads(_buffer(frames[0]).tobytes().decode())
     schema = header.pop("schema")
     if len(schema) != len(frames) - 1:
         raise ValueError(f"the header tells of {len(schema)} tensors, the message holds {len(frames) - 1}")

@@ -7,6 +7,7 @@ the bytes: a receiver derives nothing.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -92,8 +93,12 @@ class Manifest:
     def stamped(self, weight_version: int, checksums: Mapping[str, int] | None = None) -> Manifest:
         """The same layout for another version; checksums of an earlier version are dropped."""
         sums = checksums or {}
-        entries = tuple(replace(entry, checksum=sums.get(entry.name)) for entry in self.entries)
-        return replace(self, entries=entries, weight_version=weight_version)
+        stamped = copy.copy(self)  # not `replace`: the layout is as before, so it is not checked again at each hand-over
+        if sums or any(entry.checksum is not None for entry in self.entries):
+            entries = tuple(replace(entry, checksum=sums.get(entry.name)) for entry in self.entries)
+            object.__setattr__(stamped, "entries", entries)
+        object.__setattr__(stamped, "weight_version", weight_version)
+        return stamped
 
     def to_json(self) -> str:
         return json.dumps({"format": MANIFEST_FORMAT, **asdict(self)})

@@ -23,7 +23,7 @@ def exact_match(prompt: str, response: str, answer: str | None, row: Mapping[str
     return float(response.strip() == _required(answer).strip())
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(prompt: str, response: str, answer: str | None, row: Mapping[str, Any]) -> float:

@@ -15,8 +15,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int, kernel_signal: bool = True, on_death: Callable[[], None] | None = None) -> None:
     """End this process once `parent_pid` is gone.
 
-    kernel_signal: SIGKILL from the kernel, at once, even where Python is stuck. It follows the *thread* that started this process,
-    so the caller turns it off where that thread may end earlier. on_death runs first where the watching thread notices.
+    kernel_signal: SIGKILL from the kernel, at once, even where Python is stuck. It follows the *thread* that started this
+    process, so the caller turns it off where that thread may end earlier. on_death runs first where the watching thread notices.
     """
     if kernel_signal:
         libc = ctypes.CDLL(None, use_errno=True)

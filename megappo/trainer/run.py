@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +51,8 @@ def _run(plan: Plan, roles: list[str], drive: Drive) -> int:
 
 def _preload() -> None:
     """Import once what all ranks need, so that they are forked ready."""
+    # megatron-core warns at import, module by module, that apex and TransformerEngine are absent: here that is meant so.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     importlib.import_module("megappo.trainer.workers")
 
 
@@ -75,6 +78,7 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive) -> int:
     from megappo.parallel_state.device import backend, device, prepare_device
     from megappo.rollout.factory import make_engine
 
+    _preload()
     config = plan.config
     torch.set_num_threads(config.run.threads_per_rank)
     rank, world_size, store = join_world(os.environ)
@@ -137,7 +141,14 @@ def _drive_ppo(
         evaluation = Evaluation(config, rows, tokenizer, reward)
     ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, reward)
     ppo.publish(version=0)
-    before = after = evaluation.accuracy(engine, step=0) if evaluation else None
+
+    def validate(step: int) -> float:
+        assert evaluation is not None
+        found = evaluation.run(engine, step)
+        write_rollouts(run_dir / "validation", step, to_rows(found.samples, found.scores))
+        return found.accuracy
+
+    before = after = validate(step=0) if evaluation else None
     rewards = []
     trackers = open_trackers(run_dir)
     try:
@@ -147,7 +158,7 @@ def _drive_ppo(
                 is_last = step == steps
                 if evaluation and (is_last or _every(step, config.trainer.validate_every)):
                     with timed(metrics, "validate"):
-                        after = metrics["validation/accuracy"] = evaluation.accuracy(engine, step)
+                        after = metrics["validation/accuracy"] = validate(step)
                 if _every(step, config.trainer.save_every):
                     with timed(metrics, "save"):
                         export_published(run_dir / "checkpoints" / f"step_{step:06d}" / "actor", publisher, config)

@@ -44,7 +44,7 @@ def warm_start(
             tensors = _publish(workers, publisher, step)
             assert publisher.buffer is not None
             engine.update_weights(publisher.buffer, verify=True)
-            accuracy = evaluation.accuracy(engine, step)
+            accuracy = evaluation.run(engine, step).accuracy
             progress.update(step, {"loss": metrics["loss"], "accuracy": accuracy})
             too_good = sft.max_accuracy is not None and accuracy >= sft.max_accuracy
             if not too_good:

@@ -93,3 +93,63 @@ def assemble(by_rank: list[list[Any]]) -> dict[str, torch.Tensor]:
         for name, shape, dim, start, stop, value in pieces:
             tensors.setdefault(name, torch.full(shape, float("nan"))).narrow(dim, start, stop - start).copy_(value)
     return tensors
+
+
+def first_update_after_scoring(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching) -> Any:
+    """Score the batch, then update on the same micro-batches: the ratio must be 1. Returns the update's metrics."""
+    groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
+    model = Trainee(load_model(folder, groups, layout), groups, how, OptimizerConfig(lr=1e-3), "actor")
+    actor = Actor(model, 0.7, 0.2, 0.0)
+    scored = actor.compute_log_probs(own_rows(groups, batch))[0]
+    import torch.distributed as dist
+
+    box = [scored]
+    last = groups.layout.rank_of(tp=groups.coordinates.tp, dp=groups.coordinates.dp, pp=groups.layout.pp - 1)
+    dist.broadcast_object_list(box, src=last, group=groups.pp_group)
+    rows = {**own_rows(groups, batch), "old_log_probs": box[0]["log_probs"]}
+    return actor.update(rows, 1)[1]
+
+
+def vocab_parallel(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, weights: torch.Tensor) -> Any:
+    """This rank's columns of the padded vocabulary. Returns (log_probs, entropy, gradient of the columns)."""
+    import torch.distributed as dist
+
+    from megappo.models.heads import vocab_parallel_log_probs_and_entropy
+
+    columns = logits.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone().requires_grad_()
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+        columns, labels, vocab_size=vocab_size, tp_rank=dist.get_rank(), tp_group=dist.group.WORLD
+    )
+    (log_probs * weights[0] + entropy * weights[1]).sum().backward()
+    return log_probs.detach(), entropy.detach(), columns.grad
+
+
+def megatron_coordinates(layouts: list[Layout], num_layers: int) -> Any:
+    """For each layout what megatron says of this rank: (tp, dp, pp, tp group, pp group, dp group)."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    out = []
+    for layout in layouts:
+        groups = create_role_groups({"a": ParallelLayout(num_layers=num_layers, **layout)}, seed=1)["a"]
+        with groups.active():
+            found = [dist.get_process_group_ranks(g) for g in (groups.tp_group, groups.pp_group, groups.dp_group)]
+            place = (
+                mpu.get_tensor_model_parallel_rank(),
+                mpu.get_data_parallel_rank(),
+                mpu.get_pipeline_model_parallel_rank(),
+            )
+            out.append((place, found))
+    return out
+
+
+def wrong_groups(folder: Path) -> str:
+    """Using a model under another role's groups must fail, not compute garbage."""
+    roles = create_role_groups({"actor": layout_for(folder, {"pp": 2}), "critic": layout_for(folder, {"tp": 2})}, seed=1)
+    model = PipelineModel(load_model(folder, roles["actor"], {"pp": 2}), roles["actor"], MicroBatching(size=1))
+    try:
+        with roles["critic"].active():
+            model.score({}, lambda output, micro_batch: {})
+    except (RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -77,6 +77,7 @@ class Toy:
         elif does == "user error":
             raise UserError("model.path=x does not exist; give a folder")
         elif does == "die":
+            time.sleep(1)  # the phase is on the store by then
             os.kill(os.getpid(), signal.SIGKILL)
         elif does == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -94,7 +95,9 @@ class Toy:
         subprocess.run([sys.executable, "-S", "-c", command], check=True)
 
 
-def world(run_dir: Path, drive: Callable[[LocalWorkerGroup], None], layout: ParallelLayout | None = None, gloo_s: float = 60) -> int:
+def world(
+    run_dir: Path, drive: Callable[[LocalWorkerGroup], None], layout: ParallelLayout | None = None, gloo_s: float = 60
+) -> int:
     """The entry of every rank."""
     rank, world_size, store = join_world(os.environ)
     with Watchdog(store, rank, world_size, run_dir, WATCHDOG_S, grace_s=2.0) as watchdog:
@@ -154,7 +157,7 @@ def run(run_dir: Path, drive: Callable[[LocalWorkerGroup], None], world_size: in
     return Launch(run_dir, world_size, lambda: world(run_dir, drive, **options)).wait()
 
 
-# -- calls and answers ------------------------------------------------------------------------------------------------------------
+# -- calls and answers -------------------------------------------------------------------------------------------------
 
 
 def test_rows_come_back_in_order_and_metrics_from_the_first_collector(tmp_path):
@@ -184,7 +187,11 @@ def test_all_ranks_answer_by_rank_with_values_or_tensors(tmp_path):
         assert len({a["pid"] for a in answers}) == 3
         assert all(a["note"] == ["a", 1] for a in answers)  # on rank 0 too, where nothing travelled
         scaled = group.call("actor", "scaled", {"x": torch.ones(2, dtype=torch.bfloat16)}, by=2)
-        assert [(tensors["x"].tolist(), value) for tensors, value in scaled] == [([2, 2], "done"), ([3, 3], "done"), ([4, 4], "done")]
+        assert [(tensors["x"].tolist(), value) for tensors, value in scaled] == [
+            ([2, 2], "done"),
+            ([3, 3], "done"),
+            ([4, 4], "done"),
+        ]
 
     assert run(tmp_path, drive).code == 0
 
@@ -195,7 +202,7 @@ def test_a_world_of_one_needs_no_sockets_and_no_watchdog(tmp_path):
         tensors, metrics = group.call("actor", "double", {"x": torch.ones(2), "sample_ids": torch.arange(2)}, amount=0)
         assert tensors["doubled"].tolist() == [2, 2]
         assert metrics == {"rank": 0, "rows": 2}
-        with pytest.raises(RunFailed, match="failed in actor.lose_a_row: ValueError: actor.lose_a_row returned 'x' of shape"):
+        with pytest.raises(RunFailed, match=r"failed in actor\.lose_a_row: ValueError: actor\.lose_a_row returned 'x' of shape"):
             group.call("actor", "lose_a_row", {"x": torch.ones(2)})
         with pytest.raises(RunFailed, match="lose_a_row"):
             group.call("actor", "where")
@@ -240,7 +247,7 @@ def test_a_stranger_without_the_token_is_not_heard(tmp_path):
     assert Launch(tmp_path, 2, entry).wait().code == 0
 
 
-# -- the first cause --------------------------------------------------------------------------------------------------------------
+# -- the first cause ---------------------------------------------------------------------------------------------------
 
 
 def test_an_exception_on_rank_1_is_named_though_the_others_hang_in_a_collective(tmp_path):
@@ -266,6 +273,7 @@ def test_a_rank_killed_in_a_call_is_named_with_its_signal_and_phase(tmp_path):
     outcome = run(tmp_path, lambda group: group.call("actor", "meet_but_rank_1", does="die"))
     assert outcome.message.startswith("rank 1 (host ")
     assert "was ended by SIGKILL" in outcome.message
+    assert "it was last seen in actor.meet_but_rank_1" in outcome.message
     assert outcome.seconds < 20
 
 
@@ -313,10 +321,11 @@ def test_the_drivers_own_exception_is_the_first_cause(tmp_path):
     assert outcome.seconds < 15
 
 
-# -- the end ------------------------------------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_to_the_launcher_leaves_nothing_running(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path, number):
     def drive(group):
         group.call("actor", "start_children")
         group.call("actor", "meet_but_rank_1", does="sleep")
@@ -326,10 +335,10 @@ def test_sigterm_to_the_launcher_leaves_nothing_running(tmp_path):
         assert launch.process.is_alive()
         time.sleep(0.05)
     assert len([p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]) >= 3
-    os.kill(launch.process.pid, signal.SIGTERM)
+    os.kill(launch.process.pid, number)
     outcome = launch.wait()
-    assert outcome.code == 128 + signal.SIGTERM
-    assert str(read_failure(tmp_path)) == "the run was ended by SIGTERM"
+    assert outcome.code == 128 + number
+    assert str(read_failure(tmp_path)) == f"the run was ended by {number.name}"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] in (["sleep", "61"], ["sleep", "62"])]
 
 
@@ -384,7 +393,7 @@ def test_two_launches_at_the_same_moment_do_not_meet(tmp_path):
     assert not first & second
 
 
-# -- without our launcher, as under torchrun ----------------------------------------------------------------------------------------
+# -- without our launcher, as under torchrun ---------------------------------------------------------------------------
 
 
 def start_as_torchrun(run_dir: Path, drive: Callable[[LocalWorkerGroup], None], world_size: int = 3) -> list:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import megappo
+import megappo.trainer
 from megappo import cli
-from megappo.config.schema import Config
+from megappo.config.check import Plan
 from megappo.errors import RunFailed, UserError
 from tests.unit.test_check_config import write_model
 
@@ -37,12 +37,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stands in for the trainer: remembers the config, then does what `act` says."""
+    """Stands in for the trainer: remembers the plan, then does what `act` says."""
     seen = types.SimpleNamespace(calls=[], act=lambda: 0)
 
     def command(name: str):
-        def run(config: Config) -> int:
-            seen.calls.append((name, config))
+        def run(plan: Plan) -> int:
+            seen.calls.append((name, plan))
             return seen.act()
 
         return run
@@ -50,15 +50,17 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     module = types.ModuleType("megappo.trainer.run")
     module.train, module.sft = command("train"), command("sft")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megappo.trainer.run", module)
+    monkeypatch.setattr(megappo.trainer, "run", module, raising=False)
     return seen
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_a_command_gets_the_config_with_its_overrides(config: Path, trainer, command: str) -> None:
+def test_a_command_gets_the_plan_of_the_config_with_its_overrides(config: Path, trainer, command: str) -> None:
     assert cli.main([command, "c.yaml", "trainer.steps=3", "sft.steps=4"]) == 0
     ((called, given),) = trainer.calls
     assert called == command
-    assert (given.trainer.steps, given.sft.steps, given.model.path) == (3, 4, "m")
+    config = given.config
+    assert (config.trainer.steps, config.sft.steps, config.model.path) == (3, 4, "m")
 
 
 def test_the_commands_result_is_the_exit_code(config: Path, trainer) -> None:

@@ -15,6 +15,7 @@ from megappo.config.resolve import resolve
 from megappo.config.schema import Config
 from megappo.errors import UserError
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BASE = "model: {path: m}\ndata: {train: t.jsonl}\n"
 
 
@@ -65,6 +66,11 @@ def test_lists_become_tuples_and_nothing_can_be_changed(load) -> None:
     with pytest.raises(TypeError, match="cannot be changed"):
         config.data.task_options["digits"] = 1
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_of_the_repository_load(path: Path) -> None:
+    load_config(path, command="sft" if "sft" in path.name else "train")
 
 
 def test_relative_paths_stay_relative_to_the_current_directory(load) -> None:

@@ -7,7 +7,14 @@ import pytest
 from megappo.controller.rendezvous import detect_launcher
 from megappo.errors import UserError
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+}
 
 
 def test_auto_is_torchrun_exactly_where_rank_and_world_size_are_set():

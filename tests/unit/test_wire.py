@@ -84,7 +84,7 @@ def test_a_frame_that_is_too_short_is_an_error():
 
 
 def test_a_complex_tensor_is_refused():
-    with pytest.raises(TypeError, match="'z' is torch.complex64"):
+    with pytest.raises(TypeError, match=r"'z' is torch\.complex64"):
         encode({}, {"z": torch.zeros(1, dtype=torch.complex64)})
 
 

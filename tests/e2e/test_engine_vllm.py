@@ -1,0 +1,389 @@
+"""Do the engines keep the promises of `RolloutEngine`? hf, real vLLM, and real vLLM cut over two workers, against transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megappo.config.schema import Config, ModelConfig, RolloutConfig
+from megappo.errors import RunFailed, UserError
+from megappo.pp_weights.buffer import WeightBuffer, build_manifest, weight_buffer_meta
+from megappo.pp_weights.verify import checksums
+from megappo.rollout.engine import Completion, SamplingParams
+from megappo.rollout.factory import make_engine
+from megappo.rollout.hf_engine import HfEngine
+from megappo.rollout.vllm_engine import VllmEngine, group_members
+from tests.models import make_llama_folder
+
+Engine = HfEngine | VllmEngine
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=8, stop_token_ids=())
+SAMPLED = SamplingParams(temperature=0.7, top_p=1.0, top_k=-1, max_new_tokens=8, stop_token_ids=())
+
+
+def random_prompts(lengths: list[int], seed: int = 5) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 61, (length,), generator=generator).tolist() for length in lengths]
+
+
+# Several KV blocks long (vLLM's are 16 to 128 tokens), so that a prefix cache has something to hold.
+LONG_PROMPTS = random_prompts([150, 150, 137, 40, 3, 1])
+
+
+class Trainer:
+    """A transformers model in the trainer's place: `publish` hands its weights over, the rest recomputes what an engine says."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+        self.version = 0
+        self.manifest = build_manifest(weight_buffer_meta(self.model))
+
+    def change_weights(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+    def buffer(
+        self, rename: dict[str, str | None] | None = None, reshape: dict[str, tuple[int, ...]] | None = None
+    ) -> WeightBuffer:
+        """The weights as they are, checksummed, under the next version; names can be dropped or changed, shapes bent."""
+        self.version += 1
+        parameters = {}
+        for name, tensor in self.model.named_parameters():
+            new_name = (rename or {}).get(name, name)
+            if new_name is not None:
+                parameters[new_name] = tensor.reshape((reshape or {}).get(name, tensor.shape))
+        buffer = WeightBuffer.create(build_manifest(weight_buffer_meta(parameters)))
+        for name, view in buffer.views().items():
+            view.copy_(parameters[name])
+        buffer.manifest = buffer.manifest.stamped(self.version, checksums(buffer.views()))
+        return buffer
+
+    def publish(self, engine: Engine) -> None:
+        buffer = self.buffer()
+        engine.update_weights(buffer, verify=True)
+        buffer.close()
+
+    def log_probs(self, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+        """(r, V) after temperature."""
+        logits = self.model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1)
+
+    def check_greedy(self, prompts: list[list[int]], completions: list[Completion]) -> None:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            log_p = self.log_probs(prompt, list(completion.token_ids), 1.0)
+            assert completion.token_ids == tuple(log_p.argmax(-1).tolist())
+
+    def check_log_probs(self, prompts: list[list[int]], completions: list[Completion], temperature: float) -> None:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            log_p = self.log_probs(prompt, list(completion.token_ids), temperature)
+            expected = log_p.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def make_folder(folder: Path, tied: bool) -> Path:
+    """A model whose own sampling defaults would change every sample."""
+    make_llama_folder(folder, tied=tied)
+    defaults = {
+        "do_sample": True,
+        "top_k": 2,
+        "top_p": 0.5,
+        "temperature": 0.3,
+        "repetition_penalty": 1.8,
+        "eos_token_id": list(range(30)),
+    }
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    return folder
+
+
+def build(kind: str, folder: Path, tmp_path: Path) -> Engine:
+    rollout = RolloutConfig(
+        engine="hf" if kind == "hf" else "vllm",
+        tp=2 if kind == "vllm-tp2" else 1,
+        max_prompt_tokens=160,
+        max_new_tokens=32,
+        max_num_seqs=32,
+        kv_cache_bytes=32 << 20,
+    )
+    config = Config(model=ModelConfig(path=str(folder)), rollout=rollout)
+    engine = make_engine(config, folder, log_path=tmp_path / "logs" / "vllm.log")
+    assert isinstance(engine, HfEngine | VllmEngine)
+    return engine
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "hf",
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+        pytest.param("vllm-tp2", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ],
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Trainer]]:
+    """An engine and the trainer it gets its weights from. Untied for vllm, tied for vllm-tp2."""
+    tmp_path = tmp_path_factory.mktemp(request.param)
+    folder = make_folder(tmp_path / "model", tied=request.param == "vllm-tp2")
+    start = time.monotonic()
+    engine = build(request.param, folder, tmp_path)
+    if request.param != "hf":
+        assert time.monotonic() - start < 1.0  # the trainer loads its model meanwhile
+    yield engine, Trainer(folder)
+    members = group_members(engine.pid) if isinstance(engine, VllmEngine) else []
+    engine.close()
+    engine.close()
+    assert [pid for pid in members if Path(f"/proc/{pid}").exists()] == []
+    with pytest.raises(RunFailed, match="it is closed"):
+        engine.generate([[1]], GREEDY, [0])
+
+
+def test_no_sample_comes_from_dummy_weights(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    with pytest.raises(RunFailed, match="no weights have been published"):
+        engine.generate([[1]], GREEDY, [0])
+    trainer.publish(engine)
+    assert engine.generate([[1]], GREEDY, [0])[0].weight_version == trainer.version
+
+
+def test_greedy_tokens_equal_transformers_after_each_update(pair: tuple[Engine, Trainer]) -> None:
+    """The same long prompts at each version: keys and values of the old weights must not be met again."""
+    engine, trainer = pair
+    seen = []
+    for version in range(3):
+        trainer.change_weights(seed=version)
+        trainer.publish(engine)
+        completions = engine.generate(LONG_PROMPTS, GREEDY, [0] * len(LONG_PROMPTS))
+        trainer.check_greedy(LONG_PROMPTS, completions)
+        trainer.check_log_probs(LONG_PROMPTS, completions, temperature=1.0)
+        assert {c.weight_version for c in completions} == {trainer.version}
+        seen.append([c.token_ids for c in completions])
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_log_probs_are_those_at_the_sampling_temperature(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    completions = engine.generate(LONG_PROMPTS, SAMPLED, list(range(len(LONG_PROMPTS))))
+    trainer.check_log_probs(LONG_PROMPTS, completions, temperature=0.7)
+
+
+def test_a_seed_alone_decides_the_samples_of_its_prompt(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    prompts = [[7, 8, 9]] * 4 + LONG_PROMPTS[:2]
+    seeds = [11, 12, 2**62 + 3, 11, 5, 6]
+    torch.manual_seed(1)
+    first = engine.generate(prompts, SAMPLED, seeds)
+    torch.manual_seed(2)
+    backwards = engine.generate(prompts[::-1], SAMPLED, seeds[::-1])[::-1]
+    alone = [engine.generate([prompt], SAMPLED, [seed])[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+    tokens = [[c.token_ids for c in run] for run in (first, backwards, alone)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0][0] == tokens[0][3]
+    assert len({tokens[0][0], tokens[0][1], tokens[0][2]}) == 3
+
+
+def test_the_model_folders_sampling_defaults_never_apply(pair: tuple[Engine, Trainer]) -> None:
+    """512 first tokens at temperature 1 follow the model's own distribution; with top_k=2 there would be two kinds."""
+    engine, trainer = pair
+    trainer.publish(engine)
+    one = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=1, stop_token_ids=())
+    tokens = [c.token_ids[0] for c in engine.generate([[4, 5, 6]] * 512, one, list(range(512)))]
+    expected = trainer.log_probs([4, 5, 6], [0], 1.0)[0].exp()
+    counts = torch.bincount(torch.tensor(tokens), minlength=61) / 512
+    assert (counts - expected).abs().max() < 0.1
+    assert len(set(tokens)) > 2
+    # nor do its 30 end-of-sequence ids end anything
+    longer = engine.generate([[4, 5, 6]] * 16, SAMPLED, list(range(16)))
+    assert {len(c.token_ids) for c in longer} == {8}
+    assert any(min(c.token_ids[:-1]) < 30 for c in longer)
+
+
+def test_top_k_and_top_p_bound_the_samples_and_enter_the_log_probs(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    top2 = engine.generate([[4, 5, 6]] * 64, replace(SAMPLED, top_k=2, max_new_tokens=1), list(range(64)))
+    log_p = trainer.log_probs([4, 5, 6], [0], 0.7)[0]
+    best = log_p.topk(2)
+    assert {c.token_ids[0] for c in top2} <= set(best.indices.tolist())
+    renormalised = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
+    for completion in top2:
+        assert completion.log_probs[0] == pytest.approx(renormalised[completion.token_ids[0]], abs=1e-4)
+    nucleus = engine.generate([[4, 5, 6]] * 8, replace(SAMPLED, top_p=1e-6, max_new_tokens=1), list(range(8)))
+    assert {c.token_ids[0] for c in nucleus} == {int(log_p.argmax())}
+    assert all(c.log_probs[0] == pytest.approx(0.0, abs=1e-6) for c in nucleus)
+
+
+def test_a_stop_token_ends_the_response_and_is_part_of_it(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    prompts = LONG_PROMPTS[:4]
+    free = engine.generate(prompts, GREEDY, [0] * 4)
+    assert [c.finish_reason for c in free] == ["length"] * 4
+    stop = free[0].token_ids[2]
+    stopped = engine.generate(prompts, replace(GREEDY, stop_token_ids=(60, stop)), [0] * 4)
+    for before, after in zip(free, stopped, strict=True):
+        ends = [i + 1 for i, token in enumerate(before.token_ids) if token in (60, stop)]
+        assert after.token_ids == before.token_ids[: ends[0] if ends else 8]
+        assert after.finish_reason == ("stop" if ends else "length")
+        assert len(after.log_probs) == len(after.token_ids)
+    assert stopped[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("dropped", r"missing: model.layers.1.mlp.up_proj.weight; unexpected: none; misshapen: none"),
+        ("renamed", r"missing: model.norm.weight; unexpected: norm.weight"),
+        ("misshapen", r"misshapen: model.layers.2.self_attn.q_proj.weight \(64, 128\), expected \(128, 64\)"),
+        ("flipped byte", r"bytes differ from what was published: model.embed_tokens.weight"),
+    ],
+)
+def test_a_failed_update_refuses_to_generate_until_a_complete_one(pair: tuple[Engine, Trainer], fault: str, message: str) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    trainer.change_weights(seed=20)
+    broken = {
+        "dropped": lambda: trainer.buffer(rename={"model.layers.1.mlp.up_proj.weight": None}),
+        "renamed": lambda: trainer.buffer(rename={"model.norm.weight": "norm.weight"}),
+        "misshapen": lambda: trainer.buffer(reshape={"model.layers.2.self_attn.q_proj.weight": (64, 128)}),
+        "flipped byte": trainer.buffer,
+    }[fault]()
+    if fault == "flipped byte":
+        broken.views()["model.embed_tokens.weight"].view(torch.uint8)[0, 0] ^= 1
+    with pytest.raises(RunFailed, match=message):
+        engine.update_weights(broken, verify=True)
+    with pytest.raises(RunFailed, match=rf"the update to weights version {trainer.version} failed \(.*{message}"):
+        engine.generate([[1]], GREEDY, [0])
+    trainer.publish(engine)
+    trainer.check_greedy(LONG_PROMPTS[:2], engine.generate(LONG_PROMPTS[:2], GREEDY, [0, 0]))
+
+
+def test_after_sleep_the_weights_must_be_published_again(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    engine.sleep()
+    with pytest.raises(RunFailed, match="it is asleep"):
+        engine.generate([[1]], GREEDY, [0])
+    engine.wake()
+    with pytest.raises(RunFailed, match="it slept and gave its weights up"):
+        engine.generate([[1]], GREEDY, [0])
+    trainer.publish(engine)
+    trainer.check_greedy([[1]], engine.generate([[1]], GREEDY, [0]))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_lives_on(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.publish(engine)
+    with pytest.raises(UserError, match="prompt 1 has 185 tokens; with 8 new tokens the engine takes 1 to 184"):
+        engine.generate([[1], [1] * 185], GREEDY, [0, 0])
+    fits = [[1] * 184]
+    trainer.check_greedy(fits, engine.generate(fits, GREEDY, [0]))
+    assert engine.generate([], GREEDY, []) == []
+
+
+def test_nothing_of_a_running_engine_has_a_name_in_shared_memory(pair: tuple[Engine, Trainer]) -> None:
+    engine, _ = pair
+    if isinstance(engine, HfEngine):
+        pytest.skip("hf runs in this process")
+    engine.wait_ready()
+    members = group_members(engine.pid)
+    mapped = {line.split("/dev/shm/")[1] for pid in members for line in read_maps(pid) if "/dev/shm/" in line}
+    assert [name for name in mapped if not name.endswith("(deleted)")] == []
+
+
+def read_maps(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_killed_engine_is_an_error_with_its_signal_and_its_last_words(tmp_path: Path) -> None:
+    engine = build("vllm", make_folder(tmp_path / "model", tied=False), tmp_path)
+    assert isinstance(engine, VllmEngine)
+    deadline = time.monotonic() + 60
+    while not engine.log_path.stat().st_size and time.monotonic() < deadline:
+        time.sleep(0.1)  # it has begun to import
+    with engine.log_path.open("a") as log:
+        log.write("last words\n\n")
+    os.kill(engine.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RunFailed, match=r"was killed by SIGKILL in start; its log .*vllm.log ends: last words"):
+        engine.wait_ready()
+    with pytest.raises(RunFailed, match="was killed by SIGKILL in start"):
+        engine.generate([[1]], GREEDY, [0])
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_that_vllm_refuses_is_an_error_that_names_the_log(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", tied=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    engine = build("vllm", folder, tmp_path)
+    with pytest.raises(RunFailed, match=r"vLLM, start: .*NoSuchModel.* \(log: .*vllm.log\)"):
+        engine.wait_ready()
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from tests.e2e.test_engine_vllm import Trainer, build, LONG_PROMPTS, SAMPLED
+from dataclasses import replace
+folder, tmp = Path(sys.argv[1]), Path(sys.argv[2])
+engine = build("vllm-tp2", folder, tmp)
+Trainer(folder).publish(engine)
+print(engine.pid, flush=True)
+while True:
+    engine.generate(LONG_PROMPTS, replace(SAMPLED, max_new_tokens=32), range(len(LONG_PROMPTS)))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", ["trainer", "worker"])
+def test_whoever_dies_in_mid_generation_nothing_keeps_running(tmp_path: Path, victim: str) -> None:
+    folder = make_folder(tmp_path / "model", tied=False)
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", TRAINER, str(folder), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        child = int(line)
+        members = group_members(child)
+        assert len(members) >= 3  # the child and two workers
+        time.sleep(0.5)
+        workers = [pid for pid in members if "VLLM::Worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(process.pid if victim == "trainer" else workers[1], signal.SIGKILL)
+        _, stderr = process.communicate(timeout=30)
+        assert wait_until(lambda: not group_members(child), seconds=10)
+    finally:
+        process.kill()
+    if victim == "worker":
+        assert process.returncode == 1
+        assert "RunFailed" in stderr.strip().splitlines()[-1]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -60,7 +60,7 @@ def check_config(
     problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
     if shapes["actor"] is not None:
         problems += _length_problems(config, shapes["actor"])
-    problems += rollout_tp_problems(config, shapes["actor"], layouts.get("actor"))
+    problems += rollout_tp_problems(config, shapes["actor"])
     problems += _cache_problems(config, shapes["actor"])
     problems += _transport_problems(config, world_size, local_world_size)
     if command == "train" or config.sft.evaluate_every:

@@ -59,26 +59,25 @@ def world_problems(config: Config, layouts: Layouts, world_size: int | None) -> 
         )
 
 
-def rollout_tp_problems(config: Config, shape: ModelShape | None, actor: ParallelLayout | None) -> Iterator[str]:
-    """A tensor-parallel degree that the engine, the model, the ranks or the hand-over of weights cannot have."""
+def rollout_tp_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """A tensor-parallel degree that the engine, the model or the hand-over of weights cannot have."""
     tp, actor_tp = config.rollout.tp, config.actor.parallel.tp
     if tp < 1:
         return  # out of range, and said so
     if config.rollout.engine == "hf" and tp > 1:
         yield f"rollout.tp={tp} is not possible with rollout.engine='hf'; set rollout.tp=1 or rollout.engine=vllm"
-    if config.pp_weights.gather == "pp" and tp != actor_tp:
+    if config.pp_weights.gather == "pp" and actor_tp > 1:
         yield (
-            f"pp_weights.gather='pp' keeps tensor-parallel shards in place, but rollout.tp={tp} is not "
-            f"actor.parallel.tp={actor_tp}; set rollout.tp={actor_tp} or pp_weights.gather=full"
+            f"pp_weights.gather='pp' leaves actor.parallel.tp={actor_tp} shards of each tensor, and an engine takes complete "
+            f"tensors; set pp_weights.gather=full or actor.parallel.tp=1"
         )
-    if shape is None or actor is None:
+    if shape is None:
         return
-    kv, ranks = shape.num_kv_heads, actor.world_size
-    fits = [t for t in _divisors(shape.num_heads) if ranks % t == 0 and (kv % t == 0 or t % kv == 0)]
+    kv = shape.num_kv_heads
+    fits = [t for t in _divisors(shape.num_heads) if kv % t == 0 or t % kv == 0]
     if tp not in fits:
         yield (
-            f"rollout.tp={tp} must divide num_heads={shape.num_heads}, fit num_kv_heads={kv} and divide the {ranks} ranks of "
-            f"actor.parallel; use {' or '.join(map(str, fits))}"
+            f"rollout.tp={tp} must divide num_heads={shape.num_heads} and fit num_kv_heads={kv}; use {' or '.join(map(str, fits))}"
         )
 
 

@@ -201,7 +201,7 @@ class WeightsConfig:
     """The hand-over of weights from training to generation (pp_weights)."""
 
     gather: Literal["full", "pp"] = "full"
-    """`full`: complete tensors are gathered over pp and tp. `pp`: only over pp; tensor-parallel shards stay in place."""
+    """`full`: complete tensors are gathered over pp and tp. `pp`: only over pp; for actor.parallel.tp=1."""
     mode: Literal["full"] = "full"
     """`full`: the whole model in one buffer."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"

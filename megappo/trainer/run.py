@@ -150,7 +150,7 @@ def _drive_ppo(
 
     before = after = validate(step=0) if evaluation else None
     rewards = []
-    trackers = open_trackers(run_dir)
+    trackers = open_trackers(run_dir, config.run.trackers)
     try:
         with Progress(steps) as progress:
             for step in range(1, steps + 1):

@@ -262,27 +262,27 @@ class TestValues:
 
 @pytest.mark.usefixtures("here")
 class TestRollout:
-    def test_the_engines_degree_must_fit_heads_and_ranks(self) -> None:
+    def test_the_engines_degree_must_fit_the_heads(self) -> None:
         four = ["actor.parallel.pp=4", "rollout.engine=vllm"]
         for tp in (1, 2, 4):
             check(*four, f"rollout.tp={tp}")
         (error,) = problems(*four, "rollout.tp=3")
         assert error == (
-            "rollout.tp=3 must divide num_heads=8, fit num_kv_heads=4 and divide the 4 ranks of actor.parallel; use 1 or 2 or 4"
+            "rollout.tp=3 must divide num_heads=8 and fit num_kv_heads=4; use 1 or 2 or 4 or 8"
         )
 
     def test_only_vllm_is_tensor_parallel(self) -> None:
         (error,) = problems("actor.parallel.pp=2", "rollout.tp=2")
         assert error.startswith("rollout.tp=2 is not possible with rollout.engine='hf'")
 
-    def test_gathering_over_pp_alone_needs_equal_tensor_parallel_degrees(self) -> None:
-        layout = ["actor.parallel.tp=2", "rollout.engine=vllm", "pp_weights.gather=pp"]
-        (error,) = problems(*layout)
+    def test_gathering_over_pp_alone_needs_whole_tensors(self) -> None:
+        layout = ["rollout.engine=vllm", "pp_weights.gather=pp"]
+        (error,) = problems(*layout, "actor.parallel.tp=2")
         assert error == (
-            "pp_weights.gather='pp' keeps tensor-parallel shards in place, but rollout.tp=1 is not actor.parallel.tp=2; "
-            "set rollout.tp=2 or pp_weights.gather=full"
+            "pp_weights.gather='pp' leaves actor.parallel.tp=2 shards of each tensor, and an engine takes complete tensors; "
+            "set pp_weights.gather=full or actor.parallel.tp=1"
         )
-        check(*layout, "rollout.tp=2")
+        check(*layout, "actor.parallel.pp=2")
 
     def test_the_cache_must_hold_the_longest_sequence(self) -> None:
         # 2 (k, v) x 8 layers x 4 heads x 32 x 4 bytes x 96 tokens = 786432

@@ -38,7 +38,7 @@ lint: install  ## ruff, mypy, import contracts
 	@.venv/bin/lint-imports
 
 bench: install  ## every benchmark; results in benchmarks/results/
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+	@set -e; for name in controller; do echo "== $$name"; $(PY) -m benchmarks.$$name; done
 
 clean:  ## remove cached models and tool caches (neither .venv nor runs/)
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build megappo.egg-info

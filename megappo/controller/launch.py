@@ -94,10 +94,10 @@ def launch_local(
                     ranks[os.pidfd_open(_pid(process))] = process
                 # The server's threads start after the forks; until then the ranks' connections queue at the listener.
                 port = listener.getsockname()[1]
-                store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+                host = torch.distributed.TCPStore(  # type: ignore[attr-defined]
                     "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
                 )
-                store = torch.distributed.PrefixStore(store_prefix(environment), store)  # type: ignore[attr-defined]
+                store = torch.distributed.PrefixStore(store_prefix(environment), host)  # type: ignore[attr-defined]
                 failure = _supervise(ranks, store, run_dir, signals, grace_s)
             finally:
                 for handle, process in ranks.items():  # none but after an error of the launcher itself

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from megappo.parallel_state.cpu_adam import FusedAdam
+
 _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.pipeline_parallel.schedules",  # token counter of each pass
     "megatron.core.optimizer.clip_grads",  # norm and overflow buffers
@@ -52,6 +54,7 @@ def install() -> None:
     for name in _MODULES_WITH_CUDA_LITERALS:
         module: Any = importlib.import_module(name)
         module.torch = _TorchOnCpu("torch")
+    _put_fused_adam_in_place()
     _define_missing_te_symbol()
     _installed = True
 
@@ -148,6 +151,15 @@ def _with_device_on_cpu(factory: Any) -> Any:
         return factory(*args, **kwargs)
 
     return on_cpu
+
+
+def _put_fused_adam_in_place() -> None:
+    """Where apex would be: the class and the flags that say which kind of Adam it is."""
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer.Adam = distributed.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
 def _define_missing_te_symbol() -> None:

@@ -123,6 +123,13 @@ def wake(llm: Any, settings: VllmSettings) -> None:
         llm.wake_up()
 
 
+def stop() -> None:
+    """End vLLM's workers (tp > 1). Nothing else of vLLM outlives this process."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+
+
 def request_params(sampling: SamplingParams) -> Any:
     """vLLM's SamplingParams with every public field stated: no default of vLLM or of the model folder decides anything."""
     from vllm import SamplingParams as VllmSamplingParams

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import socket
+import textwrap
 from typing import Any, NoReturn
 
 from megappo.errors import RunFailed, UserError
@@ -41,8 +42,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         logger.exception("the engine process fails")
         code = 1
     logging.shutdown()
-    # vLLM holds nothing that outlives its processes, its workers die with this one, and unwinding its modules takes seconds
-    os._exit(code)
+    os._exit(code)  # unwinding vLLM's modules takes seconds
 
 
 def _run(channel: Channel) -> int:
@@ -54,20 +54,24 @@ def _run(channel: Channel) -> int:
         logger.exception("vLLM did not start")
         _reply_error(channel, error)
         return 1
-    channel.send({"ok": True})
-    while True:
-        header, frames = channel.recv()
-        try:
-            reply = server.operations[header["op"]](header, frames)
-        except Exception as error:
-            logger.exception("%s failed", header["op"])
-            _reply_error(channel, error)
-        else:
-            channel.send({"ok": True}, *reply)
+    try:
+        channel.send({"ok": True})
+        while True:
+            header, frames = channel.recv()
+            try:
+                reply = server.operations[header["op"]](header, frames)
+            except Exception as error:
+                logger.exception("%s failed", header["op"])
+                _reply_error(channel, error)
+            else:
+                channel.send({"ok": True}, *reply)
+    finally:
+        server.stop()
 
 
 def _reply_error(channel: Channel, error: Exception) -> None:
     message = str(error) if isinstance(error, UserError | RunFailed) else f"{type(error).__name__}: {error}"
+    message = textwrap.shorten(message, 600)  # one line; the log has all of it
     channel.send({"ok": False, "error": message, "user": isinstance(error, UserError)})
 
 
@@ -98,6 +102,9 @@ class Server:
     def sleep(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
         self._vllm.sleep(self._llm, self._settings)
         return ()
+
+    def stop(self) -> None:
+        self._vllm.stop()
 
     def wake(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
         self._vllm.wake(self._llm, self._settings)

@@ -237,6 +237,8 @@ def _end_child(process: subprocess.Popen[bytes], channel: Channel, owner_pid: in
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):  # the whole group may be gone
         os.killpg(process.pid, signal.SIGKILL)
+    while group_members(process.pid):
+        time.sleep(0.01)  # a killed process takes a moment to go
     process.wait()
 
 

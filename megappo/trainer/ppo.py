@@ -48,7 +48,7 @@ class PPO:
         self.tokenizer, self.prompts, self.reward = tokenizer, prompts, reward
         self.samples: Sequence[Sample] = ()
         self.scores: Sequence[float] = ()
-        self.parameter_norm = 0.0
+        self.parameter_norm: float = workers.call("actor", "parameter_norm")[0]
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO step. Returns its metrics; `samples` and `scores` hold what was sampled."""

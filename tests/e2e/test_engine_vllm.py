@@ -1,4 +1,4 @@
-"""Do the engines keep the promises of `RolloutEngine`? hf, real vLLM, and real vLLM cut over two workers, against transformers."""
+"""Do the engines keep the promises of `RolloutEngine`? hf, vLLM, and vLLM cut over two workers, against transformers."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ class Trainer:
         for parameter in self.model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
-    def buffer(
-        self, rename: dict[str, str | None] | None = None, reshape: dict[str, tuple[int, ...]] | None = None
-    ) -> WeightBuffer:
+    def buffer(self, rename: dict[str, str | None] | None = None, reshape: dict[str, list[int]] | None = None) -> WeightBuffer:
         """The weights as they are, checksummed, under the next version; names can be dropped or changed, shapes bent."""
         self.version += 1
         parameters = {}
@@ -140,7 +138,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param != "hf":
         assert time.monotonic() - start < 1.0  # the trainer loads its model meanwhile
     yield engine, Trainer(folder)
-    members = group_members(engine.pid) if isinstance(engine, VllmEngine) else []
+    members = processes_of(engine)
     engine.close()
     engine.close()
     assert [pid for pid in members if Path(f"/proc/{pid}").exists()] == []
@@ -257,7 +255,7 @@ def test_a_failed_update_refuses_to_generate_until_a_complete_one(pair: tuple[En
     broken = {
         "dropped": lambda: trainer.buffer(rename={"model.layers.1.mlp.up_proj.weight": None}),
         "renamed": lambda: trainer.buffer(rename={"model.norm.weight": "norm.weight"}),
-        "misshapen": lambda: trainer.buffer(reshape={"model.layers.2.self_attn.q_proj.weight": (64, 128)}),
+        "misshapen": lambda: trainer.buffer(reshape={"model.layers.2.self_attn.q_proj.weight": [64, 128]}),
         "flipped byte": trainer.buffer,
     }[fault]()
     if fault == "flipped byte":
@@ -301,6 +299,10 @@ def test_nothing_of_a_running_engine_has_a_name_in_shared_memory(pair: tuple[Eng
     members = group_members(engine.pid)
     mapped = {line.split("/dev/shm/")[1] for pid in members for line in read_maps(pid) if "/dev/shm/" in line}
     assert [name for name in mapped if not name.endswith("(deleted)")] == []
+
+
+def processes_of(engine: Engine) -> list[int]:
+    return group_members(engine.pid) if isinstance(engine, VllmEngine) else []
 
 
 def read_maps(pid: int) -> list[str]:

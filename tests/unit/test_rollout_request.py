@@ -92,7 +92,7 @@ def test_sampling_that_vllm_would_refuse_or_change_is_refused(change: dict[str, 
 def test_the_childs_environment_knows_nothing_of_the_launcher() -> None:
     launcher = {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "1",
-        "GROUP_RANK": "0", "ROLE_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "8", "LD_PRELOAD": "a.so", "HOME": "h",
+        "GROUP_RANK": "0", "ROLE_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "8", "LD_PRELOAD": "a", "HOME": "h",
     }  # fmt: skip
     env = child_environment(launcher, threads=2, device="cpu")
     kept = set(env) & set(launcher)

@@ -1,0 +1,184 @@
+"""How do tests run the command and look at what it leaves? `Scene.run`: the real `megappo`, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megappo.observe.metrics import is_deterministic, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "MEGAPPO_TEST_MARK"
+TIMEOUT_S = 240.0
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left: exit code, output, and its run folder."""
+
+    code: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+
+    @property
+    def message(self) -> str:
+        """The last line on stderr."""
+        return self.stderr.rstrip().splitlines()[-1]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.run_dir / "metrics.jsonl")
+
+    @property
+    def deterministic_metrics(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in row.items() if is_deterministic(key)} for row in self.metrics]
+
+    @property
+    def failure(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "failure.json").read_text())
+
+    def column(self, key: str) -> list[float]:
+        return [row[key] for row in self.metrics]
+
+    def rollouts(self, step: int, folder: str = "rollouts") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.rollouts_bytes(step, folder).splitlines()]
+
+    def rollouts_bytes(self, step: int, folder: str = "rollouts") -> bytes:
+        return (self.run_dir / folder / f"step_{step:06d}.jsonl").read_bytes()
+
+
+@dataclass
+class Running:
+    """A command under way. Every process that it starts carries its mark in the environment."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    mark: str
+    shared_memory_before: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+
+    def members(self) -> list[psutil.Process]:
+        """The command and everything that runs because of it."""
+        return [process for process in psutil.process_iter() if _has_mark(process, self.mark)]
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The forked ranks by number: rank r is the one whose log names it (rank 0 keeps the terminal)."""
+        children = [child for child in psutil.Process(self.process.pid).children() if child.is_running()]
+        return dict(enumerate(sorted(children, key=lambda child: child.create_time())))
+
+    def engine(self) -> psutil.Process:
+        """vLLM's process."""
+        return next(p for p in self.members() if "megappo.rollout.vllm_child" in " ".join(p.cmdline()))
+
+    def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Until the condition holds; the command must not end before."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the command ended before {what}: {self.process.communicate()}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
+            time.sleep(0.02)
+
+    def wait_for_steps(self, count: int) -> None:
+        path = self.run_dir / "metrics.jsonl"
+        self.wait_for(lambda: path.exists() and path.read_text().count("\n") >= count, f"step {count}")
+
+    def ended(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        """Wait for the end. Nothing may be left of it: no process, no shared memory."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=timeout_s)
+            assert not (left := _becomes_empty(self.members)), f"processes of the run outlived it: {left}"
+            assert not (left := _becomes_empty(self._leaked)), f"the run left shared memory: {left}"
+        finally:
+            self.kill()
+        return Ended(self.process.returncode, stdout, stderr, self.run_dir)
+
+    def kill(self) -> None:
+        """Whatever still runs, after a test that failed."""
+        for process in self.members():
+            process.kill()
+        self.process.wait()
+
+    def _leaked(self) -> list[str]:
+        """Files in /dev/shm that are new and that no process has mapped (those of other runs on this machine are)."""
+        new = set(os.listdir("/dev/shm")) - self.shared_memory_before
+        return sorted(new - _mapped_names()) if new else []
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A folder with a model, a tokenizer, data, a reward function and `ppo.yaml`; runs go to `runs/`."""
+
+    folder: Path
+
+    def start(
+        self,
+        name: str,
+        *overrides: str,
+        command: str = "train",
+        config: str = "ppo.yaml",
+        runs: str = "runs",
+        program: Sequence[str] = ("-m", "megappo"),
+        env: Mapping[str, str] | None = None,
+    ) -> Running:
+        """`megappo COMMAND CONFIG run.name=NAME ...`, started in the folder."""
+        mark = uuid.uuid4().hex
+        environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHERS}
+        environment |= {"PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
+        arguments = [*program, command, config, f"run.name={name}", f"run.dir={runs}", *overrides]
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return Running(process, self.folder / runs / name, mark)
+
+    def run(self, name: str, *overrides: str, expect: int = 0, **options: Any) -> Ended:
+        """Run the command to its end, which must be the exit code `expect`."""
+        ended = self.start(name, *overrides, **options).ended()
+        assert ended.code == expect, f"exit code {ended.code}\n{ended.stdout}\n{ended.stderr}"
+        return ended
+
+
+def send(process: psutil.Process | subprocess.Popen[str], number: signal.Signals) -> None:
+    os.kill(process.pid, number)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return False
+
+
+def _becomes_empty(look: Callable[[], list[Any]], seconds: float = 5.0) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _mapped_names() -> set[str]:
+    names = set()
+    for process in psutil.process_iter():
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+        except OSError:
+            continue  # ended meanwhile
+        names |= {line.partition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
+    return names

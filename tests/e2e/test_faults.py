@@ -1,0 +1,103 @@
+"""How does a run end that cannot go on? Soon, with one message that names the first cause, and nothing left of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.e2e.command import Ended, Running, Scene, send
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.distributed]
+
+WATCHDOG_S = 20
+HF = ("rollout.engine=hf", "actor.parallel={pp: 2}", "trainer.batch_size=8", "trainer.max_validation_rows=4")
+ENDLESS = ("trainer.steps=100000", "trainer.validate_every=0", "trainer.save_every=0")
+
+
+def break_in_step_2(running: Running, victim: Callable[[], psutil.Process], number: signal.Signals) -> tuple[Ended, int]:
+    """Send the signal in the middle of the second step or soon after. Gives the end and the victim's process id."""
+    try:
+        running.wait_for_steps(1)
+        process = victim()
+        began = time.monotonic()
+        send(process, number)
+        ended = running.ended()
+        assert time.monotonic() - began < WATCHDOG_S
+    finally:
+        running.kill()
+    assert not (ended.run_dir / "final").exists()
+    assert ended.stdout == ""
+    return ended, process.pid
+
+
+def test_a_killed_rank_is_named(scene: Scene) -> None:
+    running = scene.start("kill_rank_1", *HF, *ENDLESS)
+    ended, pid = break_in_step_2(running, lambda: running.ranks()[1], signal.SIGKILL)
+    assert ended.code == 1
+    assert ended.message.startswith("rank 1 (host ")
+    assert f"pid {pid}) was ended by SIGKILL" in ended.message
+    assert "Traceback" not in ended.stderr
+    assert (ended.failure["rank"], ended.failure["pid"]) == (1, pid)
+
+
+@pytest.mark.vllm
+def test_a_killed_driver_takes_vllm_with_it(scene: Scene) -> None:
+    running = scene.start("kill_rank_0", *ENDLESS)
+    ended, pid = break_in_step_2(running, lambda: running.ranks()[0], signal.SIGKILL)
+    assert ended.code == 1
+    assert ended.message.startswith("rank 0 (host ")
+    assert f"pid {pid}) was ended by SIGKILL" in ended.message
+    assert (ended.failure["rank"], ended.failure["pid"]) == (0, pid)
+
+
+@pytest.mark.vllm
+def test_a_killed_vllm_is_named_with_its_log(scene: Scene) -> None:
+    running = scene.start("kill_vllm", *ENDLESS)
+    ended, pid = break_in_step_2(running, running.engine, signal.SIGKILL)
+    assert ended.code == 1
+    assert f"the vLLM engine (pid {pid}) was killed by SIGKILL" in ended.message
+    assert "logs/engine.log" in ended.message
+    assert ended.failure["rank"] == 0
+
+
+@pytest.mark.vllm
+def test_sigterm_ends_the_ranks_and_vllm(scene: Scene) -> None:
+    running = scene.start("sigterm", *ENDLESS)
+    ended, _ = break_in_step_2(running, lambda: psutil.Process(running.process.pid), signal.SIGTERM)
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.message == "the run was ended by SIGTERM"
+    assert ended.failure["rank"] is None
+
+
+def test_ctrl_c_ends_the_run_and_keeps_the_metrics_of_every_step(scene: Scene) -> None:
+    running = scene.start("sigint", *HF, *ENDLESS)
+    ended, _ = break_in_step_2(running, lambda: psutil.Process(running.process.pid), signal.SIGINT)
+    assert ended.code == 130
+    assert ended.message == "the run was ended by SIGINT"
+    assert "Traceback" not in ended.stderr
+    steps = ended.column("step")
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(list((ended.run_dir / "rollouts").glob("step_*.jsonl"))) in (len(steps), len(steps) + 1)
+
+
+def test_a_reward_that_raises_at_step_2_is_the_message(scene: Scene) -> None:
+    ended = scene.run(
+        "reward_raises",
+        *HF,
+        "trainer.batch_size=16",
+        "trainer.steps=3",
+        "trainer.validate_every=0",
+        "data.validation=null",
+        "reward.function=reward.py:fails_at_step_2",
+        expect=1,
+    )
+    assert "reward.function='reward.py:fails_at_step_2' raised ZeroDivisionError: no score for you for step 2 sample 0" in (
+        ended.message
+    )
+    assert ended.message.startswith("rank 0 (host ")
+    assert ended.failure["rank"] == 0
+    assert ended.column("step") == [1]

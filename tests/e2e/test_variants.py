@@ -1,0 +1,109 @@
+"""What else can a run be? Started by torchrun, with the hf engine, in bfloat16, by token budget, or a warm start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.command import Ended, Scene
+from tests.e2e.reference import check_greedy, load
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+HF = ("rollout.engine=hf", "actor.parallel={pp: 2}", "data.shuffle=false", "trainer.steps=2", "trainer.batch_size=8")
+HF += ("trainer.max_validation_rows=4",)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megappo")
+
+
+@pytest.fixture(scope="module")
+def hf_runs(scene: Scene) -> Iterator[tuple[Ended, Ended]]:
+    """Two runs into one folder: the second has another seed, and sets the first one's folder aside."""
+    first = scene.run("hf", *HF)
+    second = scene.run("hf", *HF, "run.seed=99", "trainer.steps=1")
+    yield Ended(first.code, first.stdout, first.stderr, scene.folder / "runs" / "hf.1"), second
+
+
+def test_a_run_without_vllm_keeps_the_same_promises(hf_runs: tuple[Ended, Ended]) -> None:
+    run, _ = hf_runs
+    assert 0 < max(run.column("rollout/logprob_diff_max")) <= 1e-3
+    for step in (1, 2):
+        folder = run.run_dir / "checkpoints" / f"step_{step:06d}" / "actor"
+        check_greedy(folder, run.rollouts(step, "validation"), max_new_tokens=6, eos=2)
+
+
+def test_a_second_run_of_a_name_keeps_the_older_folder_aside(hf_runs: tuple[Ended, Ended]) -> None:
+    first, second = hf_runs
+    assert (first.column("step"), second.column("step")) == ([1, 2], [1])
+    assert "seed: 1234" in (first.run_dir / "config.resolved.yaml").read_text()
+    assert "seed: 99" in (second.run_dir / "config.resolved.yaml").read_text()
+
+
+def test_another_seed_draws_other_samples_for_the_same_prompts(hf_runs: tuple[Ended, Ended]) -> None:
+    first, second = (run.rollouts(1) for run in hf_runs)
+    assert [row["prompt_ids"] for row in first] == [row["prompt_ids"] for row in second]
+    assert sum(a["response_ids"] == b["response_ids"] for a, b in zip(first, second, strict=True)) <= 1
+
+
+def test_ranks_that_torchrun_started_make_the_same_run(scene: Scene, hf_runs: tuple[Ended, Ended]) -> None:
+    run = scene.run("torchrun", *HF, program=TORCHRUN)
+    assert run.deterministic_metrics == hf_runs[0].deterministic_metrics
+    assert run.rollouts_bytes(2) == hf_runs[0].rollouts_bytes(2)
+    assert run.stdout.splitlines()[-2:] == hf_runs[0].stdout.splitlines()[-2:]
+
+
+@pytest.mark.vllm
+def test_bfloat16_with_micro_batches_by_tokens_and_the_builtin_reward(scene: Scene) -> None:
+    run = scene.run(
+        "bf16",
+        "model.dtype=bfloat16",
+        "actor.micro_batch_tokens=420",
+        "critic.micro_batch_tokens=420",
+        "reward.function=exact_match",
+        "trainer.steps=2",
+        "trainer.validate_every=0",
+        "trainer.save_every=0",
+    )
+    assert max(run.column("rollout/logprob_diff_max")) <= 5e-2
+    assert all(0 < norm < 1000 for norm in run.column("actor/grad_norm"))
+    final = load_file(run.run_dir / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in final.values()} == {torch.bfloat16}
+    assert load(run.run_dir / "final").config.num_hidden_layers == 4
+
+
+def test_sft_writes_a_folder_that_transformers_loads(scene: Scene) -> None:
+    """Nine sums, learned by heart: the greedy answers that transformers gives are then the answers of the data."""
+    rows = (scene.folder / "train.jsonl").read_text().splitlines()[1:18:2]
+    (scene.folder / "nine.jsonl").write_text("\n".join(rows) + "\n")
+    scene.run(
+        "sft",
+        "data.train=nine.jsonl",
+        "data.validation=nine.jsonl",
+        "rollout.engine=hf",
+        "actor.parallel={pp: 2}",
+        "actor.optimizer.lr=0.003",
+        "actor.micro_batch_size=9",
+        "sft={steps: 100, batch_size: 9, evaluate_every: 5, stop_at_accuracy: 0.9, output: warm}",
+        "reward.function=exact_match",
+        command="sft",
+    )
+    warm = scene.folder / "warm"
+    assert {path.name for path in warm.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.model"}
+    assert exact_answers(warm, rows) >= 8
+    assert exact_answers(scene.folder / "model", rows) == 0
+
+
+def exact_answers(folder: Path, rows: list[str]) -> int:
+    import json
+
+    from megappo.data.tokenizer import load_tokenizer
+
+    tokenizer, model, count = load_tokenizer(str(folder)), load(folder), 0
+    for row in map(json.loads, rows):
+        prompt = tokenizer.encode(row["prompt"])
+        found = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :]
+        count += tokenizer.decode(found.tolist()) == row["answer"]
+    return count

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in _COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".", allow_abbrev=False)
+        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
         command.add_argument("config", metavar="CONFIG", help="YAML file; every key is described in docs/config.md")
         command.add_argument(
             "overrides", metavar="key=value", nargs="*", help="override, e.g. actor.parallel.pp=2; the later wins"

@@ -10,10 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.models import make_llama_folder  # noqa: E402
-from tests.pool import Pool  # noqa: E402
+from tests.models import make_llama_folder
+from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,9 @@ def make_llama_folder(folder: Path, *, tied: bool, layers: int = 4, seed: int = 
     return folder
 
 
-def make_batch(prompt_lengths: list[int], response_lengths: list[int], *, vocab_size: int = 61, seed: int = 3) -> dict[str, Tensor]:
+def make_batch(
+    prompt_lengths: list[int], response_lengths: list[int], *, vocab_size: int = 61, seed: int = 3
+) -> dict[str, Tensor]:
     """A padded batch: prompts left-padded, responses right-padded."""
     generator = torch.Generator().manual_seed(seed)
     p, r, b = max(prompt_lengths), max(response_lengths), len(prompt_lengths)

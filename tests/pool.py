@@ -100,7 +100,7 @@ def _serve(pipe: Connection, parents_end: Connection) -> None:
             _forget_groups()
             dist.destroy_process_group()
             pipe.send((True, result))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it was, the parent must hear of it
             with contextlib.suppress(OSError):
                 pipe.send((False, traceback.format_exc()))
             os._exit(1)

@@ -66,7 +66,11 @@ class Actor(Policy):
             old, advantages = micro_batch.fields["old_log_probs"], micro_batch.fields["advantages"]
             pg_loss, sums = ppo_clip_loss(log_probs, old, advantages, micro_batch.mask, self.clip_range)
             entropy_sum = (entropy * micro_batch.mask).sum()
-            return pg_loss - self.entropy_coef * entropy_sum, {"pg_loss": pg_loss.detach(), "entropy": entropy_sum.detach(), **sums}
+            return pg_loss - self.entropy_coef * entropy_sum, {
+                "pg_loss": pg_loss.detach(),
+                "entropy": entropy_sum.detach(),
+                **sums,
+            }
 
         return {}, self.model.update(mini_batch, ("old_log_probs", "advantages"), loss, step)
 

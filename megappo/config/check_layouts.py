@@ -77,7 +77,8 @@ def rollout_tp_problems(config: Config, shape: ModelShape | None) -> Iterator[st
     fits = [t for t in _divisors(shape.num_heads) if kv % t == 0 or t % kv == 0]
     if tp not in fits:
         yield (
-            f"rollout.tp={tp} must divide num_heads={shape.num_heads} and fit num_kv_heads={kv}; use {' or '.join(map(str, fits))}"
+            f"rollout.tp={tp} must divide num_heads={shape.num_heads} and fit num_kv_heads={kv}; "
+            f"use {' or '.join(map(str, fits))}"
         )
 
 

@@ -30,7 +30,7 @@ from megappo.parallel_state.mcore_compat import local_layer_spec, only_known
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class GPTChunk(GPTModel):
+class GPTChunk(GPTModel):  # type: ignore[misc]
     """One pipeline chunk. The first embeds, the last scores the tokens that it is asked for, and only those.
 
     forward's result: hidden states (s, b, h), or from the last chunk logits (n, padded vocabulary / t) or values (n,).
@@ -50,7 +50,7 @@ class GPTChunk(GPTModel):
                 self.output_layer.sequence_parallel = False
                 self.output_layer.allreduce_dgrad = self.config.tensor_model_parallel_size > 1
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Tensor, scored: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Tensor, scored: Tensor) -> Tensor:
         """input_ids, positions: (b, s) int64. attention: sequence lengths (packed) or bool mask (b, s) (padded), see layers.py.
         scored: (n,) int64, index into the (s, b) grid of the tokens whose next-token logits (or values) are wanted."""
         self.rotary_pos_emb.positions = positions
@@ -71,13 +71,14 @@ class GPTChunk(GPTModel):
             return values
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(picked.unsqueeze(1), weight=weight)
-        return logits.squeeze(1)
+        picked_logits: Tensor = logits.squeeze(1)
+        return picked_logits
 
 
 def transformer_config(
     shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, *, sequence_parallel: bool, recompute: bool
 ) -> TransformerConfig:
-    """Megatron's config of this model. Gradients are sums, divided once by the token count at the end (calculate_per_token_loss)."""
+    """Megatron's config of this model. Gradients are sums, divided once by the token count (calculate_per_token_loss)."""
     optional = only_known(
         TransformerConfig,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, also from dense models
@@ -171,7 +172,9 @@ def build_chunks(
         _mark_tensor_parallel(model)
         built = [layer.layer_number - 1 for layer in model.decoder.layers]
         if built != list(layout.layers(stage, chunk)):
-            raise RuntimeError(f"megatron built layers {built} on stage {stage} chunk {chunk}, the layout says {layout.layers(stage, chunk)}")
+            raise RuntimeError(
+                f"megatron built layers {built} on stage {stage} chunk {chunk}, the layout says {layout.layers(stage, chunk)}"
+            )
         chunks.append(model)
     return chunks
 

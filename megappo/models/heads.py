@@ -51,7 +51,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return sums[2] - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, lse, entropy = ctx.saved_tensors
         n, width = logits.shape
         grad = torch.empty_like(logits)
@@ -83,7 +83,8 @@ def vocab_parallel_log_probs_and_entropy(
     """
     first = tp_rank * logits.shape[1]
     width = max(0, min(logits.shape[1], vocab_size - first))
-    out: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(logits[:, :width], labels, temperature, first, tp_group)
+    apply: Any = _LogProbsAndEntropy.apply
+    out: tuple[Tensor, Tensor] = apply(logits[:, :width], labels, temperature, first, tp_group)
     return out
 
 

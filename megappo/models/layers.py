@@ -72,9 +72,9 @@ def _length_groups(lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     out = []
     for group in groups:
         slots = torch.arange(lengths[group[0]])
-        length = torch.tensor([lengths[i] for i in group]).unsqueeze(1)
+        size = torch.tensor([lengths[i] for i in group]).unsqueeze(1)
         start = torch.tensor([starts[i] for i in group]).unsqueeze(1)
-        out.append((start + torch.minimum(slots, length - 1), slots < length))
+        out.append((start + torch.minimum(slots, size - 1), slots < size))
     return out
 
 
@@ -85,7 +85,9 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *args: object, **kwargs: object
+    ) -> Tensor:
         """query (s, b, h, d), key and value (s, b, g, d) -> (s, b, h * d)."""
         if attention_mask.dtype == torch.bool:
             return self._padded(query, key, value, attention_mask)

@@ -79,7 +79,9 @@ def group_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] > budget:
-            raise ValueError(f"a sample of {lengths[i]} tokens is above micro_batch_tokens={budget}; raise it to {lengths[i]} or more")
+            raise ValueError(
+                f"a sample of {lengths[i]} tokens is above micro_batch_tokens={budget}; raise it to {lengths[i]} or more"
+            )
         fits = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
         if fits is None:
             groups.append([])
@@ -91,7 +93,7 @@ def group_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def fill_up(groups: list[list[int]], multiple: int) -> list[list[int]]:
-    """As many groups as the schedule wants, at least one: the largest groups are halved, and empty ones added where none can be."""
+    """As many groups as the schedule wants, at least one: the largest are halved, and empty ones added where none can be."""
     groups = list(groups) or [[]]
     while len(groups) % multiple:
         largest = max(range(len(groups)), key=lambda k: len(groups[k]))
@@ -123,7 +125,9 @@ def _rows(batch: Mapping[str, Tensor], group: list[int]) -> _Rows:
     columns = batch["response_mask"].shape[1]
     device = batch["input_ids"].device
     stand_in = {
-        name: torch.zeros((1, columns if name not in ("input_ids", "attention_mask") else width), dtype=value.dtype, device=device)
+        name: torch.zeros(
+            (1, columns if name not in ("input_ids", "attention_mask") else width), dtype=value.dtype, device=device
+        )
         for name, value in batch.items()
         if value.dim() == 2
     }

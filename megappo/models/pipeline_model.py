@@ -86,7 +86,8 @@ class Trainee(PipelineModel):
         )
         with groups.active():
             self.runnable = [
-                DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)
+                DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0)
+                for i, chunk in enumerate(self.chunks)
             ]
             self.optimizer = get_megatron_optimizer(_megatron_config(optimizer, self.chunks[0].config), self.runnable)
         config = self.chunks[0].config
@@ -136,8 +137,8 @@ class Trainee(PipelineModel):
     def parameter_norm(self) -> float:
         """L2 norm of all parameters of the model, each counted once; the same on every rank."""
         with self.groups.active():
-            from megatron.core.transformer.module import param_is_not_shared
             from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+            from megatron.core.transformer.module import param_is_not_shared
 
             counted = [
                 p.detach()
@@ -172,7 +173,10 @@ class Trainee(PipelineModel):
                 bad += float(not torch.isfinite(buffer.grad_data.sum()))
         dist.all_reduce(bad)
         if bad.item():
-            raise RunFailed(f"{self.name}: the gradient is not finite; no weight was changed. Lower the learning rate, or look at the rollouts of this step")
+            raise RunFailed(
+                f"{self.name}: the gradient is not finite; no weight was changed. Lower {self.name}.optimizer.lr, or look at the "
+                f"rollouts of this step"
+            )
 
 
 def _forward(chunk: Any, micro_batch: MicroBatch) -> Tensor:

@@ -1,6 +1,6 @@
 """Which Adam does Megatron use where neither apex nor TransformerEngine is? `FusedAdam`, in torch's fused CPU kernel.
 
-Megatron knows two kinds of Adam: torch's, which it drives slowly parameter by parameter and whose state it can not reshard with the
+Megatron knows two kinds of Adam: torch's, which it drives parameter by parameter and whose state it can not reshard with the
 distributed optimizer, and apex's, which keeps `step` in the parameter group. This one is of the second kind.
 """
 

@@ -1,8 +1,9 @@
 """How does an unmodified megatron-core run without CUDA? `install()` answers the CUDA calls that it makes.
 
 megatron-core writes CUDA into its code: `torch.cuda.current_device()` as the device of new tensors, `device="cuda"` in factory
-calls, streams, CUDA generators, the type string 'torch.cuda.FloatTensor'. Each is answered here with its CPU equivalent, symbol
-by symbol; nothing of megatron's own logic is replaced. Off where CUDA is there (`install` refuses), and never needed by users.
+calls, streams, CUDA generators, the type string 'torch.cuda.FloatTensor'. Each is answered here with its CPU equivalent, and our
+Adam stands where apex's would be; nothing of megatron's own logic is replaced. Off where CUDA is there (`install` refuses), and
+never needed by users.
 Decision: docs/decisions/001-megatron-on-cpu.md.
 """
 
@@ -81,7 +82,11 @@ def _answer_device_calls() -> None:
     cuda: Any = torch.cuda
     cpu = torch.device("cpu")
     cuda.current_device = lambda: cpu  # megatron passes it as `device=` of new tensors
-    for name in ("synchronize", "empty_cache", "set_device"):  # nothing to wait for or choose; a function each, dynamo asks for that
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "set_device",
+    ):  # nothing to wait for or choose; a function each, dynamo asks for that
         setattr(cuda, name, _make_nothing())
     cuda.Stream = cuda.Event = _InertStream  # DDP's and the schedules' communication streams
     cuda.current_stream = lambda *args: _InertStream()

@@ -74,7 +74,9 @@ class RoleGroups:
             yield
             return
         if RoleGroups._in_force is not None:
-            raise RuntimeError(f"groups of layout {RoleGroups._in_force.layout} are active; {self.layout} cannot be entered inside")
+            raise RuntimeError(
+                f"groups of layout {RoleGroups._in_force.layout} are active; {self.layout} cannot be entered inside"
+            )
         RoleGroups._in_force = self
         vars(mpu).update(self._globals)
         mrandom.get_cuda_rng_tracker().set_states(self._rng_states)

@@ -1,4 +1,4 @@
-"""Where do megatron-core 0.16.1 (Python 3.11) and 0.19 (Python 3.12) differ? Each difference that we meet is one function here."""
+"""Where do megatron-core 0.16.1 (Python 3.11) and 0.19 (Python 3.12) differ? Each difference is one function here."""
 
 from __future__ import annotations
 

@@ -38,6 +38,11 @@ class Completion:
 class RolloutEngine(Protocol):
     """A generation engine that holds exactly one version of the weights."""
 
+    @property
+    def weight_version(self) -> int | None:
+        """The complete version that it holds; None where it holds none."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         """One completion a prompt, in the prompts' order; `seeds[i]` alone decides the samples of prompt i.
 

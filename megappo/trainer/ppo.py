@@ -133,7 +133,6 @@ class PPO:
         lengths = mask.sum(dim=1).float()
         reasons = [sample.completion.finish_reason for sample in self.samples]
         norm_before, self.parameter_norm = self.parameter_norm, self.workers.call("actor", "parameter_norm")[0]
-        version = self.engine_version()
         return {
             "reward/mean": scores.mean().item(),
             "reward/std": scores.std(correction=0).item(),
@@ -150,14 +149,10 @@ class PPO:
             "critic/values_mean": masked_mean(batch["values"], mask).item(),
             "critic/returns_mean": masked_mean(batch["returns"], mask).item(),
             "actor/param_norm_delta": self.parameter_norm - norm_before,
-            "weights/version": version,
+            "weights/version": self.engine.weight_version or 0,
             "weights/bytes": self.publisher.buffer.manifest.total_bytes if self.publisher.buffer else 0,
             "perf/tokens_per_second": batch["attention_mask"].sum().item() / step_s,
         }
-
-    def engine_version(self) -> int:
-        """Version of the weights that were handed over last."""
-        return self.publisher.buffer.manifest.weight_version if self.publisher.buffer else 0
 
 
 @contextmanager

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from megappo.rollout.engine import RolloutEngine
     from megappo.trainer.workers import WeightPublisher
 
-Drive = Callable[[Plan, Path, "LocalWorkerGroup", "RolloutEngine", "WeightPublisher"], None]
+Drive = Callable[[Plan, Path, "LocalWorkerGroup", "RolloutEngine | None", "WeightPublisher"], None]
 
 
 def train(plan: Plan) -> int:
     """PPO. Returns the exit code; raises UserError or RunFailed with the first cause."""
     roles = ["actor", "critic", *(["reference"] if plan.config.reference.enabled else [])]
-    return _run(plan, roles, _drive_ppo)
+    return _run(plan, roles, _drive_ppo, has_engine=True)
 
 
 def sft(plan: Plan) -> int:
     """The supervised warm start. Returns the exit code; raises UserError or RunFailed with the first cause."""
-    return _run(plan, ["actor"], _drive_sft)
+    return _run(plan, ["actor"], _drive_sft, has_engine=plan.config.sft.evaluate_every > 0)
 
 
-def _run(plan: Plan, roles: list[str], drive: Drive) -> int:
+def _run(plan: Plan, roles: list[str], drive: Drive, has_engine: bool) -> int:
     from megappo.controller.launch import launch_local
     from megappo.controller.rendezvous import detect_launcher
 
@@ -43,9 +43,9 @@ def _run(plan: Plan, roles: list[str], drive: Drive) -> int:
     if detect_launcher(config.run.launcher, os.environ) == "torchrun":
         if os.environ["RANK"] == "0":
             _open_run_folder(run_dir, config)
-        return _rank(plan, roles, run_dir, drive)
+        return _rank(plan, roles, run_dir, drive, has_engine)
     _open_run_folder(run_dir, config)
-    entry = functools.partial(_rank, plan, roles, run_dir, drive)
+    entry = functools.partial(_rank, plan, roles, run_dir, drive, has_engine)
     return launch_local(plan.world_size, entry, run_dir, threads=config.run.threads_per_rank, preload=_preload)
 
 
@@ -67,7 +67,7 @@ def _open_run_folder(run_dir: Path, config: Config) -> None:
     (run_dir / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
 
 
-def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive) -> int:
+def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive, has_engine: bool) -> int:
     """One rank's life: join the world, build the models, then drive (rank 0) or serve."""
     import torch
     import torch.distributed as dist
@@ -85,13 +85,13 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive) -> int:
     engine: RolloutEngine | None = None
     with Watchdog(store, rank, world_size, run_dir, config.run.watchdog_s) as watchdog:
         try:
-            if rank == 0:  # first, so that the engine starts while the models load
+            if rank == 0 and has_engine:  # first, so that the engine starts while the models load
                 engine = make_engine(config, config.model.path, log_path=run_dir / "logs" / "engine.log", device=device().type)
             with watchdog.phase("build models"):
                 prepare_device()
                 dist.init_process_group(
                     backend(),
-                    store=dist.PrefixStore("torch", store),
+                    store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
                     rank=rank,
                     world_size=world_size,
                     timeout=timedelta(hours=1),  # the watchdog ends a stuck run long before
@@ -99,7 +99,7 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive) -> int:
                 from megappo.trainer.workers import build_worker
 
                 models = build_worker(plan, roles)
-            if engine is None:
+            if rank > 0:
                 serve(models.worker, watchdog)
             else:
                 layouts = {role: plan.layouts[role] for role in roles}
@@ -113,9 +113,10 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive) -> int:
 
 
 def _drive_ppo(
-    plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine, publisher: WeightPublisher
+    plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine | None, publisher: WeightPublisher
 ) -> None:
     """The whole training run, on rank 0."""
+    assert engine is not None
     from megappo.data.prompts import PromptStream, load_prompts
     from megappo.data.tokenizer import load_tokenizer
     from megappo.observe.progress import Progress
@@ -124,7 +125,7 @@ def _drive_ppo(
     from megappo.observe.trackers import open_trackers
     from megappo.rewards.load import load_reward
     from megappo.trainer.evaluate import Evaluation
-    from megappo.trainer.export import export_published
+    from megappo.trainer.export import check_start, export_published
     from megappo.trainer.ppo import PPO, timed
     from megappo.trainer.rollout import to_rows
 
@@ -141,6 +142,7 @@ def _drive_ppo(
         evaluation = Evaluation(config, rows, tokenizer, reward)
     ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, reward)
     ppo.publish(version=0)
+    check_start(publisher, config)
 
     def validate(step: int) -> float:
         assert evaluation is not None
@@ -170,11 +172,11 @@ def _drive_ppo(
         trackers.close()
     export_published(run_dir / "final", publisher, config)
     for line in summary_lines(rewards, before, after):
-        print(line, flush=True)
+        print(line, flush=True)  # noqa: T201 - the result of the command, for scripts
 
 
 def _drive_sft(
-    plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine, publisher: WeightPublisher
+    plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine | None, publisher: WeightPublisher
 ) -> None:
     """The whole warm start, on rank 0."""
     from megappo.data.prompts import load_prompts
@@ -189,7 +191,7 @@ def _drive_sft(
         load_prompts, data=config.data, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
     )
     evaluation = None
-    if config.data.validation and config.sft.evaluate_every:
+    if engine is not None and config.data.validation:
         rows = load(config.data.validation)[: config.trainer.max_validation_rows]
         evaluation = Evaluation(config, rows, tokenizer, load_reward(config.reward.function))
     warm_start(config, workers, engine, publisher, tokenizer, load(config.data.train), evaluation)

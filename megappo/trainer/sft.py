@@ -68,6 +68,8 @@ def _answers(rows: Sequence[PromptRow], tokenizer: Tokenizer, config: Config) ->
     responses = []
     for row in rows:
         if row.answer is None:
-            raise UserError(f"{config.data.train} row {row.row_id} has no {config.data.answer_key!r}; the warm start needs answers")
+            raise UserError(
+                f"{config.data.train} row {row.row_id} has no {config.data.answer_key!r}; the warm start needs answers"
+            )
         responses.append([*tokenizer.encode(row.answer), tokenizer.eos_ids[0]])
     return pad_batch([row.prompt_ids for row in rows], responses, tokenizer.pad_id)

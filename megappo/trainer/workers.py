@@ -47,7 +47,7 @@ class RankModels:
 
 
 def build_worker(plan: Plan, roles: Sequence[str]) -> RankModels:
-    """Build the models of `roles` ("actor", "critic", "reference") on this rank. All ranks call it, in a torch world of theirs."""
+    """The models of `roles` ("actor", "critic", "reference") on this rank. All ranks call it, in a torch world of theirs."""
     config = plan.config
     groups = create_role_groups({role: plan.layouts[role] for role in roles}, config.run.seed)
     dtype = config.model.dtype

@@ -9,6 +9,7 @@ import torch
 
 from megappo.actor.actor import Actor, Policy
 from megappo.config.schema import OptimizerConfig
+from megappo.controller.dispatch import rows_of_ranks
 from megappo.critic.critic import Critic
 from megappo.models.families import shape_of
 from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
@@ -18,7 +19,6 @@ from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.parallel_state.layout import ParallelLayout
 from megappo.pp_weights.hf_io import HFReader, load_chunk
 from megappo.pp_weights.mapping import chunk_pieces
-from megappo.controller.dispatch import rows_of_ranks
 
 Layout = dict[str, Any]
 
@@ -27,7 +27,9 @@ def layout_for(folder: Path, layout: Layout) -> ParallelLayout:
     return ParallelLayout(num_layers=shape_of(folder).num_layers, **{k: v for k, v in layout.items() if k != "sequence_parallel"})
 
 
-def load_model(folder: Path, groups: RoleGroups, layout: Layout, head: str = "lm", dtype: str = "float32", recompute: bool = False) -> list[GPTChunk]:
+def load_model(
+    folder: Path, groups: RoleGroups, layout: Layout, head: str = "lm", dtype: str = "float32", recompute: bool = False
+) -> list[GPTChunk]:
     shape = shape_of(folder, head=head)
     with groups.active(), HFReader(folder) as reader:
         chunks = build_chunks(
@@ -59,8 +61,10 @@ def one_update(
     optimizer: OptimizerConfig,
     steps: int = 1,
 ) -> Any:
-    """Actor and critic take `steps` updates. Returns (actor metrics, critic metrics, {HF-complete name: tensor}) pieces of this rank."""
-    roles = create_role_groups({"actor": layout_for(folder, layout), "critic": layout_for(folder, critic_layout or layout)}, seed=1)
+    """Actor and critic take `steps` updates. Returns (actor metrics, critic metrics, {role: pieces of this rank})."""
+    roles = create_role_groups(
+        {"actor": layout_for(folder, layout), "critic": layout_for(folder, critic_layout or layout)}, seed=1
+    )
     models = {}
     for role, its_layout, head in (("actor", layout, "lm"), ("critic", critic_layout or layout, "value")):
         chunks = load_model(folder, roles[role], its_layout, head)

@@ -13,6 +13,8 @@ from tests.distributed import bodies
 from tests.models import make_batch, transformers_log_probs
 from tests.pool import Pool
 
+pytestmark = pytest.mark.distributed
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tp": 2},

@@ -16,6 +16,8 @@ from tests.distributed.test_parity import world
 from tests.models import make_batch
 from tests.pool import Pool
 
+pytestmark = pytest.mark.distributed
+
 ONE: dict[str, Any] = {}
 PIPELINE: dict[str, Any] = {"pp": 2, "vpp": 2}
 
@@ -132,7 +134,9 @@ def test_our_rank_arithmetic_is_megatrons(pool: Pool) -> None:
             layout = ParallelLayout(num_layers=8, **arguments)
             at = layout.coordinates(rank)
             assert place == (at.tp, at.dp, at.pp), arguments
-            assert groups == [layout.group_of(rank, "tp"), layout.group_of(rank, "pp"), layout.group_of(rank, "dp", "cp")], arguments
+            assert groups == [layout.group_of(rank, "tp"), layout.group_of(rank, "pp"), layout.group_of(rank, "dp", "cp")], (
+                arguments
+            )
 
 
 def test_a_model_under_another_roles_groups_is_refused(pool: Pool, llama_folder: Path) -> None:

@@ -16,6 +16,8 @@ from tests.distributed.test_parity import world
 from tests.models import make_batch
 from tests.pool import Pool
 
+pytestmark = pytest.mark.distributed
+
 LR = 1e-3
 # eps above the rounding error of a gradient: below it Adam's first step turns rounding into whole learning rates.
 OPTIMIZER = OptimizerConfig(lr=LR, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)

@@ -38,7 +38,8 @@ def test_thirty_layers_on_four_stages_need_a_given_split() -> None:
     with pytest.raises(UserError) as error:
         ParallelLayout(num_layers=30, pp=4)
     assert str(error.value) == (
-        "actor.parallel.pp=4 does not divide num_layers=30; use 1, 2, 3, 5, 6, 10, 15 or 30, or give actor.parallel.layers_per_stage"
+        "actor.parallel.pp=4 does not divide num_layers=30; use 1, 2, 3, 5, 6, 10, 15 or 30, "
+        "or give actor.parallel.layers_per_stage"
     )
     split = ParallelLayout(num_layers=30, pp=4, layers_per_stage=(8, 8, 7, 7))
     assert sorted(layer for stage in table(split) for chunk in stage for layer in chunk) == list(range(30))

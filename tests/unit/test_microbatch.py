@@ -52,7 +52,12 @@ def test_the_token_in_front_predicts() -> None:
     ids = torch.tensor([[0, 11, 12, 21, 22], [31, 32, 33, 41, 0]])
     attention = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
     response = torch.tensor([[1, 1], [1, 0]]).bool()
-    batch = {"input_ids": ids, "attention_mask": attention, "response_mask": response, "x": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "response_mask": response,
+        "x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+    }
     (packed,) = make_micro_batches(batch, MicroBatching(size=2), ("x",))
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 31, 32, 33, 41]]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]

@@ -23,7 +23,9 @@ def shape_of(folder: str | Path, head: str = "lm") -> ModelShape:
             try:
                 shape: ModelShape = family.shape_from_hf(config)
             except KeyError as error:
-                raise UserError(f"{folder}/config.json lacks the key {error}; copy the file again from the model's source") from None
+                raise UserError(
+                    f"{folder}/config.json lacks the key {error}; copy the file again from the model's source"
+                ) from None
             return replace(shape, head=head)
     known = sorted(name for family in _FAMILIES.values() for name in family.ARCHITECTURES)
     raise UserError(f"{folder}/config.json architectures={names} is not supported; use one of {', '.join(known)}")

@@ -22,7 +22,9 @@ RULES = (
         ),
         "qkv",
     ),
-    ParamRule("decoder.layers.{layer}.self_attention.linear_proj.weight", ("model.layers.{layer}.self_attn.o_proj.weight",), "row"),
+    ParamRule(
+        "decoder.layers.{layer}.self_attention.linear_proj.weight", ("model.layers.{layer}.self_attn.o_proj.weight",), "row"
+    ),
     ParamRule(
         "decoder.layers.{layer}.pre_mlp_layernorm.weight", ("model.layers.{layer}.post_attention_layernorm.weight",), "replicated"
     ),

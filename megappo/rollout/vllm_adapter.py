@@ -26,6 +26,10 @@ from megappo.rollout.lifeline import die_with_parent
 WORKER_EXTENSION = "megappo.rollout.vllm_adapter.WeightReceiver"
 SHARED_MEMORY = Path("/dev/shm")
 
+# vLLM's bfloat16 attention uses AMX tiles where the CPU has them, and Linux ends a process that has not asked for them (SIGILL).
+# Asked at import: vLLM's workers (tp > 1) import this file before their first forward pass and can be called only after it.
+torch.cpu._init_amx()
+
 
 @dataclass(frozen=True)
 class VllmSettings:

@@ -17,7 +17,10 @@ from megappo.config.schema import Config
 
 if TYPE_CHECKING:
     from megappo.controller.local_group import LocalWorkerGroup
+    from megappo.data.prompts import PromptRow
+    from megappo.data.tokenizer import Tokenizer
     from megappo.rollout.engine import RolloutEngine
+    from megappo.trainer.evaluate import Evaluation
     from megappo.trainer.workers import WeightPublisher
 
 Drive = Callable[[Plan, Path, "LocalWorkerGroup", "RolloutEngine | None", "WeightPublisher"], None]
@@ -103,7 +106,7 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive, has_engine:
                 serve(models.worker, watchdog)
             else:
                 layouts = {role: plan.layouts[role] for role in roles}
-                with LocalWorkerGroup(layouts, models.worker, watchdog) as workers:
+                with LocalWorkerGroup(layouts, models.worker, watchdog) as workers, watchdog.phase("driving the run"):
                     drive(plan, run_dir, workers, engine, models.publisher)
         finally:
             if engine is not None:
@@ -116,31 +119,21 @@ def _drive_ppo(
     plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine | None, publisher: WeightPublisher
 ) -> None:
     """The whole training run, on rank 0."""
-    assert engine is not None
-    from megappo.data.prompts import PromptStream, load_prompts
-    from megappo.data.tokenizer import load_tokenizer
+    from megappo.data.prompts import PromptStream
     from megappo.observe.progress import Progress
     from megappo.observe.rollouts import write_rollouts
     from megappo.observe.summary import summary_lines
     from megappo.observe.trackers import open_trackers
     from megappo.rewards.load import load_reward
-    from megappo.trainer.evaluate import Evaluation
     from megappo.trainer.export import check_start, export_published
     from megappo.trainer.ppo import PPO, timed
     from megappo.trainer.rollout import to_rows
 
+    assert engine is not None
     config, steps = plan.config, plan.config.trainer.steps
-    tokenizer = load_tokenizer(str(config.model.tokenizer))
-    load = functools.partial(
-        load_prompts, data=config.data, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
-    prompts = PromptStream(load(config.data.train, seed=config.run.seed), config.run.seed, config.data.shuffle)
-    reward = load_reward(config.reward.function)
-    evaluation = None
-    if config.data.validation:
-        rows = load(config.data.validation, seed=config.run.seed + 1)[: config.trainer.max_validation_rows]
-        evaluation = Evaluation(config, rows, tokenizer, reward)
-    ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, reward)
+    tokenizer, rows, evaluation = _data(config)
+    prompts = PromptStream(rows, config.run.seed, config.data.shuffle)
+    ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, load_reward(config.reward.function))
     ppo.publish(version=0)
     check_start(publisher, config)
 
@@ -157,8 +150,7 @@ def _drive_ppo(
         with Progress(steps) as progress:
             for step in range(1, steps + 1):
                 metrics = ppo.step(step)
-                is_last = step == steps
-                if evaluation and (is_last or _every(step, config.trainer.validate_every)):
+                if evaluation and (step == steps or _every(step, config.trainer.validate_every)):
                     with timed(metrics, "validate"):
                         after = metrics["validation/accuracy"] = validate(step)
                 if _every(step, config.trainer.save_every):
@@ -178,23 +170,27 @@ def _drive_ppo(
 def _drive_sft(
     plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine | None, publisher: WeightPublisher
 ) -> None:
-    """The whole warm start, on rank 0."""
+    """The whole warm start, on rank 0. Without an engine nothing is evaluated."""
+    from megappo.trainer.sft import warm_start
+
+    tokenizer, rows, evaluation = _data(plan.config)
+    warm_start(plan.config, workers, engine, publisher, tokenizer, rows, evaluation if engine else None)
+
+
+def _data(config: Config) -> tuple[Tokenizer, list[PromptRow], Evaluation | None]:
+    """Tokenizer, training rows, and the evaluation where there are validation rows."""
     from megappo.data.prompts import load_prompts
     from megappo.data.tokenizer import load_tokenizer
     from megappo.rewards.load import load_reward
     from megappo.trainer.evaluate import Evaluation
-    from megappo.trainer.sft import warm_start
 
-    config = plan.config
-    tokenizer = load_tokenizer(str(config.model.tokenizer))
-    load = functools.partial(
-        load_prompts, data=config.data, tokenizer=tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
-    evaluation = None
-    if engine is not None and config.data.validation:
-        rows = load(config.data.validation)[: config.trainer.max_validation_rows]
-        evaluation = Evaluation(config, rows, tokenizer, load_reward(config.reward.function))
-    warm_start(config, workers, engine, publisher, tokenizer, load(config.data.train), evaluation)
+    tokenizer, seed, longest = load_tokenizer(str(config.model.tokenizer)), config.run.seed, config.rollout.max_prompt_tokens
+    rows = load_prompts(config.data.train, config.data, tokenizer, longest, seed)
+    if config.data.validation is None:
+        return tokenizer, rows, None
+    held_out = load_prompts(config.data.validation, config.data, tokenizer, longest, seed + 1)
+    held_out = held_out[: config.trainer.max_validation_rows]
+    return tokenizer, rows, Evaluation(config, held_out, tokenizer, load_reward(config.reward.function))
 
 
 def _every(step: int, period: int) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -67,20 +68,23 @@ class Running:
     process: subprocess.Popen[str]
     run_dir: Path
     mark: str
-    shared_memory_before: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    shared_memory: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._watch_shared_memory, daemon=True).start()
 
     def members(self) -> list[psutil.Process]:
         """The command and everything that runs because of it."""
         return [process for process in psutil.process_iter() if _has_mark(process, self.mark)]
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The forked ranks by number: rank r is the one whose log names it (rank 0 keeps the terminal)."""
-        children = [child for child in psutil.Process(self.process.pid).children() if child.is_running()]
-        return dict(enumerate(sorted(children, key=lambda child: child.create_time())))
+        """The forked ranks by number, which is the order of their start."""
+        children = psutil.Process(self.process.pid).children()
+        return dict(enumerate(sorted(children, key=lambda child: (child.create_time(), child.pid))))
 
-    def engine(self) -> psutil.Process:
-        """vLLM's process."""
-        return next(p for p in self.members() if "megappo.rollout.vllm_child" in " ".join(p.cmdline()))
+    def engine(self) -> psutil.Process | None:
+        """vLLM's process, once it is there."""
+        return next((process for process in self.members() if _is_engine(process)), None)
 
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
         """Until the condition holds; the command must not end before."""
@@ -110,10 +114,15 @@ class Running:
             process.kill()
         self.process.wait()
 
+    def _watch_shared_memory(self) -> None:
+        """Remember every name in shared memory that a process of the run has mapped. (Other runs of this machine have others.)"""
+        while self.process.poll() is None:
+            for process in self.members():
+                self.shared_memory |= _mapped_shared_memory(process.pid)
+            time.sleep(0.3)
+
     def _leaked(self) -> list[str]:
-        """Files in /dev/shm that are new and that no process has mapped (those of other runs on this machine are)."""
-        new = set(os.listdir("/dev/shm")) - self.shared_memory_before
-        return sorted(new - _mapped_names()) if new else []
+        return sorted(name for name in self.shared_memory if Path("/dev/shm", name).exists())
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,13 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
         return False
 
 
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return "megappo.rollout.vllm_child" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _becomes_empty(look: Callable[[], list[Any]], seconds: float = 5.0) -> list[Any]:
     deadline = time.monotonic() + seconds
     while (found := look()) and time.monotonic() < deadline:
@@ -173,12 +189,10 @@ def _becomes_empty(look: Callable[[], list[Any]], seconds: float = 5.0) -> list[
     return found
 
 
-def _mapped_names() -> set[str]:
-    names = set()
-    for process in psutil.process_iter():
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-        except OSError:
-            continue  # ended meanwhile
-        names |= {line.partition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
-    return names
+def _mapped_shared_memory(pid: int) -> set[str]:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()  # it has ended
+    names = {line.partition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
+    return {name for name in names if name and not name.endswith("(deleted)")}

@@ -31,7 +31,7 @@ critic:
   micro_batch_size: 2
   optimizer: {lr: 0.001}
 trainer: {steps: 3, batch_size: 16, validate_every: 1, save_every: 1, max_validation_rows: 12}
-run: {watchdog_s: 20}
+run: {watchdog_s: 30}
 """
 
 REWARD = '''

@@ -138,10 +138,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param != "hf":
         assert time.monotonic() - start < 1.0  # the trainer loads its model meanwhile
     yield engine, Trainer(folder)
-    members = processes_of(engine)
+    assert isinstance(engine, HfEngine) or len(processes_of(engine)) >= 1
     engine.close()
     engine.close()
-    assert [pid for pid in members if Path(f"/proc/{pid}").exists()] == []
+    assert processes_of(engine) == []
     with pytest.raises(RunFailed, match="it is closed"):
         engine.generate([[1]], GREEDY, [0])
 

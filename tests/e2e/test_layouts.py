@@ -1,4 +1,4 @@
-"""Does a run in another layout keep the promises of a run? Data parallel, tensor parallel, roles with layouts of their own; real vLLM."""
+"""Does a run in another layout keep its promises? Data parallel, tensor parallel, roles with their own layouts; real vLLM."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megappo.data.tokenizer import load_tokenizer
 from tests.e2e.command import Ended, Scene
 from tests.e2e.reference import check_greedy, load
 
@@ -20,11 +21,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def hf_runs(scene: Scene) -> Iterator[tuple[Ended, Ended]]:
+def hf_runs(scene: Scene) -> tuple[Ended, Ended]:
     """Two runs into one folder: the second has another seed, and sets the first one's folder aside."""
     first = scene.run("hf", *HF)
     second = scene.run("hf", *HF, "run.seed=99", "trainer.steps=1")
-    yield Ended(first.code, first.stdout, first.stderr, scene.folder / "runs" / "hf.1"), second
+    return Ended(first.code, first.stdout, first.stderr, scene.folder / "runs" / "hf.1"), second
 
 
 def test_a_run_without_vllm_keeps_the_same_promises(hf_runs: tuple[Ended, Ended]) -> None:
@@ -97,10 +98,6 @@ def test_sft_writes_a_folder_that_transformers_loads(scene: Scene) -> None:
 
 
 def exact_answers(folder: Path, rows: list[str]) -> int:
-    import json
-
-    from megappo.data.tokenizer import load_tokenizer
-
     tokenizer, model, count = load_tokenizer(str(folder)), load(folder), 0
     for row in map(json.loads, rows):
         prompt = tokenizer.encode(row["prompt"])

@@ -65,10 +65,13 @@ named = dict(model.named_parameters())
 facts["expected"] = sorted((name, list(shape)) for name, shape in expected.items())
 facts["transformers"] = sorted((name, list(p.shape)) for name, p in named.items())
 
-def publish():
+whole = WeightBuffer.views
+
+def publish(received=whole):
     buffer = WeightBuffer.create(build_manifest(weight_buffer_meta(named)))
-    for name, view in buffer.views().items():
+    for name, view in whole(buffer).items():
         view.copy_(named[name])
+    WeightBuffer.views = received  # what vLLM's side sees
     vllm_adapter.update(llm, expected, buffer.path, buffer.manifest, False)
 
 def greedy_matches():
@@ -82,22 +85,19 @@ facts["greedy_before"] = greedy_matches()
 
 class HalfOfThem(dict):
     def items(self):
-        for count, item in enumerate(super().items()):
-            if count == len(self) // 2 + 1:  # in the middle of a fused layer
+        for name, tensor in super().items():
+            if name == "model.layers.2.mlp.up_proj.weight":  # in the middle of a fused layer: its gate has arrived
                 raise OSError("the buffer is gone")
-            yield item
+            yield name, tensor
 
 for parameter in named.values():
     parameter.mul_(1.3)
-whole = WeightBuffer.views
-WeightBuffer.views = lambda self: HalfOfThem(whole(self))
 try:
-    publish()
+    publish(lambda self: HalfOfThem(whole(self)))
     facts["half"] = "no error"
 except OSError as error:
     facts["half"] = str(error)
 facts["greedy_half"] = greedy_matches()
-WeightBuffer.views = whole
 for parameter in named.values():
     parameter.mul_(0.8)
 publish()

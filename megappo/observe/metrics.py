@@ -53,6 +53,7 @@ METRICS: dict[str, str] = {
     "timing_s/validate": "Seconds of validation; where the step validates.",
     "timing_s/save": "Seconds of writing weights; where the step saves.",
     "timing_s/step": "Seconds of the whole step.",
+    "memory/rank_peak_bytes": "Largest resident memory of any rank so far, in bytes (the engine's process not counted).",
     "perf/tokens_per_second": "Prompt and response tokens of the step, over its seconds.",
 }
 """Every key of a row in metrics.jsonl besides `step`, with its documentation. docs/metrics.md is made of it."""

@@ -151,6 +151,7 @@ class PPO:
             "actor/param_norm_delta": self.parameter_norm - norm_before,
             "weights/version": self.engine.weight_version or 0,
             "weights/bytes": self.publisher.buffer.manifest.total_bytes if self.publisher.buffer else 0,
+            "memory/rank_peak_bytes": max(self.workers.call("process", "peak_memory_bytes")),
             "perf/tokens_per_second": batch["attention_mask"].sum().item() / step_s,
         }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,15 @@ class WeightPublisher:
     def publish(self, version: int, verify: bool) -> None:
         """Gather, normalise and pack the current weights as `version`; `verify` stamps a checksum on each tensor."""
         self.buffer = self.manager.publish(version, verify=verify)
+
+
+class RankProcess:
+    """The role `process`: what the system says of this rank."""
+
+    @dispatched(Dispatch.ALL)
+    def peak_memory_bytes(self) -> int:
+        """Largest resident memory of this process so far."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,13 @@ def build_worker(plan: Plan, roles: Sequence[str]) -> RankModels:
             alignment_bytes=config.pp_weights.alignment_bytes,
         )
     targets["weights"] = publisher = WeightPublisher(manager)
+    targets["process"] = RankProcess()
     groups["weights"] = groups["actor"]
-    return RankModels(create_colocated_worker(targets, activate=lambda role: groups[role].active()), publisher)
+
+    def activate(role: str) -> AbstractContextManager[None]:
+        return groups[role].active() if role in groups else nullcontext()
+
+    return RankModels(create_colocated_worker(targets, activate), publisher)
 
 
 def _load(folder: str, shape: ModelShape, groups: RoleGroups, section: Any, dtype: str) -> list[GPTChunk]:

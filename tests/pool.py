@@ -97,9 +97,10 @@ def _serve(pipe: Connection, parents_end: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
             result = function(*args)
             dist.barrier()
+            pipe.send((True, result))
+            del result
             _forget_groups()
             dist.destroy_process_group()
-            pipe.send((True, result))
         except BaseException:  # noqa: BLE001 - whatever it was, the parent must hear of it
             with contextlib.suppress(OSError):
                 pipe.send((False, traceback.format_exc()))
@@ -107,11 +108,15 @@ def _serve(pipe: Connection, parents_end: Connection) -> None:
 
 
 def _forget_groups() -> None:
-    """The next job has a world of its own: megatron's globals go back to what they were."""
+    """The next job has a world of its own. Whatever still refers to a group would keep gloo's threads alive, and they spin."""
+    import gc
+
+    from megatron.core import parallel_state as mpu
+
     from megappo.parallel_state.groups import RoleGroups
 
     if RoleGroups._pristine is not None:
-        from megatron.core import parallel_state as mpu
-
         vars(mpu).update(RoleGroups._pristine)
+    mpu._global_process_group_list = None
     RoleGroups._in_force = None
+    gc.collect()

@@ -19,8 +19,9 @@ from tests.pool import Pool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Live workers: `pool.run(world, function, *args)`."""
-    import megatron.core.models.gpt  # noqa: F401  (imported once, before the fork)
+    from megappo.parallel_state.device import import_megatron
 
+    import_megatron()  # once, before the fork
     import megappo.models.pipeline_model  # noqa: F401
 
     pool = Pool()

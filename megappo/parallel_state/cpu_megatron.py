@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 
 from megappo.parallel_state.cpu_adam import FusedAdam
 
@@ -48,7 +48,10 @@ def install() -> None:
         raise RuntimeError("cpu_megatron.install() was called on a machine with CUDA; megatron-core needs no help there")
     if _installed:
         return
-    torch._dynamo.config.disable = True  # megatron compiles small functions; on a CPU that needs a compiler and minutes
+    # Where megatron was imported with its small functions decorated for compilation, they run as they are: compiling on a CPU
+    # needs a compiler and minutes.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.disable = True
     _answer_device_calls()
     _answer_generator_calls()
     _answer_type_names()

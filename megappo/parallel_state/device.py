@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import warnings
+from typing import Any
 
 import torch
 
@@ -21,8 +24,32 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
+def import_megatron() -> None:
+    """Import megatron-core, before anything of ours that imports it. Touches no device: the ranks may be forked afterwards.
+
+    Megatron decorates small functions with torch.compile. A CPU build of torch imports a compiler for that, for seconds, and
+    never compiles anything (see cpu_megatron): there the decorator is idle during the import."""
+    # megatron-core warns at import, module by module, that apex and TransformerEngine are absent: here that is meant so.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    namespace: Any = torch
+    compile_function = torch.compile
+    if torch.version.cuda is None:
+        namespace.compile = _without_compiling
+    try:
+        importlib.import_module("megatron.core.models.gpt")
+        importlib.import_module("megatron.core.optimizer")
+        importlib.import_module("megatron.core.pipeline_parallel")
+        importlib.import_module("megatron.core.distributed")
+    finally:
+        namespace.compile = compile_function
+
+
+def _without_compiling(function: Any = None, **_: object) -> Any:
+    return function if function is not None else lambda function: function
+
+
 def prepare_device() -> None:
-    """Call once in each rank before any megatron import: picks the GPU, or teaches megatron-core to live without one."""
+    """Call once in each rank before a model is built: picks the GPU, or teaches megatron-core to live without one."""
     if has_cuda():
         torch.cuda.set_device(device())
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -54,8 +53,9 @@ def _run(plan: Plan, roles: list[str], drive: Drive, has_engine: bool) -> int:
 
 def _preload() -> None:
     """Import once what all ranks need, so that they are forked ready."""
-    # megatron-core warns at import, module by module, that apex and TransformerEngine are absent: here that is meant so.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    from megappo.parallel_state.device import import_megatron
+
+    import_megatron()
     importlib.import_module("megappo.trainer.workers")
 
 

@@ -27,10 +27,10 @@ train-smollm2: smollm2-model  ## PPO on SmolLM2-135M-Instruct: pp2 x vpp3, criti
 	@.venv/bin/megappo train configs/smollm2_135m_cpu.yaml
 
 test: install  ## all tests
-	@$(PY) -m pytest -q -p no:cacheprovider
+	@$(PY) -m pytest -p no:cacheprovider
 
 test-faults: install  ## only the tests that kill or starve ranks on purpose
-	@$(PY) -m pytest -q -p no:cacheprovider -m faults
+	@$(PY) -m pytest -p no:cacheprovider -m faults
 
 lint: install  ## ruff, mypy, import contracts
 	@.venv/bin/ruff check .

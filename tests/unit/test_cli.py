@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -143,13 +142,10 @@ def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"megappo {megappo.__version__}\n")
 
 
-def test_a_refused_config_is_quick(config: Path) -> None:
-    start = time.monotonic()
+def test_a_refused_config_is_one_line_and_exit_code_2(config: Path) -> None:
     done = run("train", "c.yaml", "actor.parallel.pp=3", cwd=config.parent)
-    seconds = time.monotonic() - start
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("actor.parallel.pp=3 does not divide num_layers=8; use 1, 2, 4 or 8")
-    assert seconds < 5  # 0.4 s alone on a core; torch alone takes more
 
 
 def test_a_config_that_holds_is_checked_without_torch(config: Path) -> None:

@@ -51,8 +51,9 @@ def torch_requirement(lock: str) -> str:
 
 
 def pip(venv: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run `pip install`. Byte-code is compiled at the first import instead: most of what is installed is never imported."""
-    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", *args]
+    """Run `pip install`. pip compiles to byte-code, also where the environment forbids Python to write any: without it every
+    process would compile torch and vLLM anew."""
+    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *args]
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -37,10 +37,6 @@ _CPU_TYPE_NAMES = {
 _installed = False
 
 
-def is_installed() -> bool:
-    return _installed
-
-
 def install() -> None:
     """Answer megatron-core's CUDA calls on this process' CPU. Idempotent. Raises RuntimeError where CUDA is available."""
     global _installed

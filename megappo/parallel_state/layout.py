@@ -103,10 +103,6 @@ class ParallelLayout:
         """Layers of each stage, all its chunks together."""
         return self.layers_per_stage or (self.num_layers // self.pp,) * self.pp
 
-    @property
-    def is_even(self) -> bool:
-        return len(set(self.stage_layer_counts)) == 1
-
     def layers(self, stage: int, chunk: int = 0) -> range:
         """Global numbers of the layers that (stage, chunk) holds. Chunk-major: all stages' chunk 0, then all stages' chunk 1."""
         per_chunk = [count // self.vpp for count in self.stage_layer_counts]
@@ -139,10 +135,6 @@ class ParallelLayout:
 
     def holds_head(self, stage: int, chunk: int) -> bool:
         return stage == self.pp - 1 and chunk == self.vpp - 1
-
-    def same_groups(self, other: ParallelLayout) -> bool:
-        """Whether two layouts can share one set of process groups and chunk boundaries."""
-        return self.degrees == other.degrees
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor, nn
 
 from megappo.models.heads import ValueHead
@@ -39,7 +39,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shape = shape
-        self.rotary_pos_emb = PositionRotary(shape.head_dim, shape.rope_theta)
+        self.rotary_pos_emb = PositionRotary(shape)
         self._scored: Tensor | None = None
         if self.post_process:
             if shape.head == "value":
@@ -74,6 +74,12 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         picked_logits: Tensor = logits.squeeze(1)
         return picked_logits
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Where each parameter belongs in the whole model, for checkpoints. LanguageModule's own looks for an output layer."""
+        if self.post_process and self.shape.head == "value":
+            return MegatronModule.sharded_state_dict(self, *args, **kwargs)
+        return super().sharded_state_dict(*args, **kwargs)
+
 
 def transformer_config(
     shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, *, sequence_parallel: bool, recompute: bool
@@ -98,6 +104,9 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,  # makes megatron sum the norms' gradients over tp, whose ranks see other heads
+        window_size=None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -152,7 +161,10 @@ def build_chunks(
     config = transformer_config(shape, layout, dtype, sequence_parallel=sequence_parallel, recompute=recompute)
     spec = local_layer_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     chunks = []
     for chunk in range(layout.vpp):
         stage = groups.coordinates.pp

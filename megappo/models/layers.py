@@ -12,12 +12,15 @@ legend: s tokens, b batch, h query heads, g KV heads, d head dimension
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from megappo.models.shape import ModelShape
 
 _LARGEST_PADDING_SHARE = 0.25
 
@@ -38,9 +41,9 @@ class RMSNorm(nn.Module):
 class PositionRotary(nn.Module):
     """Rotary embedding (arXiv:2104.09864) from explicit positions, which `GPTChunk.forward` sets before each pass."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        self.inv_freq = rotary_frequencies(shape)
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
@@ -51,6 +54,22 @@ class PositionRotary(nn.Module):
         assert self.positions is not None
         angles = self.positions.t().unsqueeze(-1).float() * self.inv_freq.to(self.positions.device)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
+
+
+def rotary_frequencies(shape: ModelShape) -> Tensor:
+    """(d / 2,) float32 angles a position, theta^(-2i/d), stretched as the model's `rope_scaling` says.
+
+    linear: all divided by the factor (arXiv:2306.15595). llama3 (Llama 3.1's rule): waves longer than original / low_freq_factor
+    positions are divided by the factor, those shorter than original / high_freq_factor stay, those between go over linearly."""
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # waves that fit into the original context
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 @lru_cache(maxsize=256)
@@ -79,11 +98,14 @@ def _length_groups(lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
 
 
 class CausalAttention(nn.Module):
-    """Causal grouped-query attention over packed or padded sequences, through torch's scaled_dot_product_attention."""
+    """Causal grouped-query attention over packed or padded sequences, through torch's scaled_dot_product_attention.
+
+    config.window_size: (tokens seen to the left, 0) where the model has a sliding window, else None."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **kwargs: object) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *args: object, **kwargs: object
@@ -102,9 +124,14 @@ class CausalAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         ).to(dtype)
 
+    def _visible(self, s: int, device: torch.device) -> Tensor:
+        """(s, s) bool: which keys (columns) a query (row) sees."""
+        causal = torch.ones(s, s, dtype=torch.bool, device=device).tril()
+        return causal if self.window is None else causal.triu(1 - self.window)
+
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         s = query.shape[0]
-        allowed = torch.ones(s, s, dtype=torch.bool, device=query.device).tril() & real[:, None, None, :]
+        allowed = self._visible(s, query.device) & real[:, None, None, :]
         allowed = allowed | torch.eye(s, dtype=torch.bool, device=query.device)  # a padding row must see something, or it is NaN
         out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), allowed)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -115,7 +142,9 @@ class CausalAttention(nn.Module):
         for index, valid in _length_groups(lengths):
             index, valid = index.to(query.device), valid.to(query.device)
             q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
-            out = self._attend(q, k, v).transpose(1, 2).flatten(2)  # (n, longest, h * d)
+            longest = index.shape[1]
+            band = self._visible(longest, query.device) if self.window is not None and longest > self.window else None
+            out = self._attend(q, k, v, band).transpose(1, 2).flatten(2)  # (n, longest, h * d)
             rows.append(out[valid])
             order.append(index[valid])
         back = torch.empty(query.shape[0], dtype=torch.long, device=query.device)

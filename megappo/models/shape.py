@@ -5,17 +5,35 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megappo.errors import UserError
+
+CHECKPOINT_FILE = "checkpoint.json"
+"""What tells a megappo checkpoint from other folders (see checkpoint/format.py)."""
+_WHAT_TO_GIVE = "give a Hugging Face folder (config.json + safetensors) or a megappo checkpoint"
+
+Head = Literal["lm", "value"]
+"""Vocabulary logits, or one scalar a token (critic, reward model)."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for longer contexts; `models/layers.py` has the formulas."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer, in Hugging Face's terms.
+    """Sizes and parts of a decoder-only transformer, in Hugging Face's terms.
 
-    vocab_size is the tokenizer-facing size, without Megatron's padding. head is "lm" (vocabulary logits) or
-    "value" (one scalar a token, for the critic).
+    vocab_size is the tokenizer-facing size, without Megatron's padding. qk_norm: an RMSNorm on each query and key head.
+    sliding_window: a token sees itself and the window - 1 tokens before it; None: all before it.
     """
 
     family: str
@@ -30,7 +48,11 @@ class ModelShape:
     norm_eps: float
     rope_theta: float
     max_positions: int
-    head: str = "lm"
+    head: Head = "lm"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
 
     def padded_vocab_size(self, tp: int, divisor: int = 32) -> int:
         """Rows of the embedding in Megatron: ceil(V / (divisor * tp)) * divisor * tp, as megatron pads it."""
@@ -42,22 +64,39 @@ class ModelShape:
         """Parameters of the full model, tied weights counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.ffn_size + 2)
+        layer += (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         head = self.hidden_size if self.head == "value" else (0 if self.tied else self.vocab_size * self.hidden_size)
         return self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size + head
 
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face folder. Raises UserError where the folder or the file is missing or broken."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"model.path={str(folder)!r} is not a folder; give a Hugging Face folder (config.json + safetensors)")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"model.path={str(folder)!r} has no config.json; give a Hugging Face folder (config.json + safetensors)")
+def checkpoint_folder(path: str | Path) -> Path | None:
+    """The megappo checkpoint that a model path stands for, or None for another kind of folder. A step folder of a run
+    (`checkpoints/step_000100`) stands for its actor."""
+    for folder in (Path(path), Path(path) / "actor"):
+        if (folder / CHECKPOINT_FILE).is_file():
+            return folder
+    return None
+
+
+def hf_files(path: str | Path) -> Path:
+    """The folder with config.json, tokenizer and generation config of a model path: a Hugging Face folder itself, or the `hf/` of
+    a checkpoint. It need not exist."""
+    checkpoint = checkpoint_folder(path)
+    return Path(path) if checkpoint is None else checkpoint / "hf"
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face folder or a checkpoint. Raises UserError where the folder or the file is missing or
+    broken."""
+    if not Path(path).is_dir():
+        raise UserError(f"model.path={str(path)!r} is not a folder; {_WHAT_TO_GIVE}")
+    file = hf_files(path) / "config.json"
+    if not file.is_file():
+        raise UserError(f"model.path={str(path)!r} has no {file.relative_to(path)}; {_WHAT_TO_GIVE}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file again from the model's source") from None
+        raise UserError(f"{file}: not valid JSON ({error}); copy the file again from the model's source") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path}: holds a {type(config).__name__}, not an object; copy the file again from the model's source")
+        raise UserError(f"{file}: holds a {type(config).__name__}, not an object; copy the file again from the model's source")
     return config

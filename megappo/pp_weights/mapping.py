@@ -172,6 +172,8 @@ def _hf_shapes(rule: ParamRule, shape: ModelShape) -> list[tuple[int, ...]]:
         "linear_fc1": [(shape.ffn_size, hidden)] * 2,
         "linear_fc2": [(hidden, shape.ffn_size)],
     }
+    if module in ("q_layernorm", "k_layernorm"):
+        return [(shape.head_dim,)]
     if module not in matrices:
-        return [(hidden,)]  # norms
+        return [(hidden,)]  # the other norms
     return matrices[module] if kind == "weight" else [size[:1] for size in matrices[module]]

@@ -76,6 +76,25 @@ def one_update(
     return actor_metrics, critic_metrics, {role: exported_pieces(model) for role, model in models.items()}
 
 
+def log_probs_around_an_update(
+    folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching, optimizer: OptimizerConfig
+) -> Any:
+    """(log-probs before, metrics of one PPO update, log-probs after it)."""
+    groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
+    actor = Actor(Trainee(load_model(folder, groups, layout), groups, how, optimizer, "actor"), 1.0, 0.2, 0.0)
+    rows = own_rows(groups, batch)
+    before = actor.compute_log_probs(rows)[0]
+    metrics = actor.update(rows, 1)[1]
+    return before, metrics, actor.compute_log_probs(rows)[0]
+
+
+def values(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching) -> Any:
+    """Values by the model of a folder that has a score head."""
+    groups = create_role_groups({"critic": layout_for(folder, layout)}, seed=1)["critic"]
+    model = Trainee(load_model(folder, groups, layout, "value"), groups, how, OptimizerConfig(), "critic")
+    return Critic(model, None).compute_values(own_rows(groups, batch))[0]
+
+
 def exported_pieces(model: PipelineModel) -> list[tuple[str, tuple[int, ...], int, int, int, torch.Tensor]]:
     """(HF name, full shape, dim, start, stop, slice) of all that this rank would export; dp 0 only."""
     groups, out = model.groups, []

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import OptimizerConfig
 from megappo.models.microbatch import MicroBatching
 from megappo.parallel_state.layout import ParallelLayout
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
-from tests.models import make_batch
+from tests.models import PLAIN_ADAM, make_batch, transformers_update
 from tests.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -83,27 +82,11 @@ def test_the_ratio_is_one_at_the_first_mini_batch(pool: Pool, llama_folder: Path
 
 @pytest.mark.parametrize("layout", [ONE, PIPELINE], ids=["one", "pp2_vpp2"])
 def test_an_update_equals_plain_autograd_and_adam_on_transformers(pool: Pool, llama_folder: Path, layout: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    lr, batch = 1e-3, make_batch([5, 1, 3, 3], [2, 4, 1, 6])
-    optimizer = OptimizerConfig(lr=lr, betas=(0.9, 0.95), clip_grad=0.0, eps=1e-7)
-    results = pool.run(world(layout), bodies.one_update, llama_folder, layout, None, batch, MicroBatching(size=2), optimizer)
+    batch = make_batch([5, 1, 3, 3], [2, 4, 1, 6])
+    results = pool.run(world(layout), bodies.one_update, llama_folder, layout, None, batch, MicroBatching(size=2), PLAIN_ADAM)
     got = bodies.assemble([r[2]["actor"] for r in results])
-
-    model = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
-    total = batch["response_mask"].sum()
-    for i in range(4):
-        ids = batch["input_ids"][i][batch["attention_mask"][i]]
-        count = int(batch["response_mask"][i].sum())
-        log_p = model(ids[None]).logits[0, -count - 1 : -1].log_softmax(-1)
-        log_probs, entropy = log_p.gather(1, ids[-count:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-        ratio = (log_probs - batch["old_log_probs"][i, :count]).exp()
-        advantages = batch["advantages"][i, :count]
-        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) - 0.01 * entropy
-        (loss.sum() / total).backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+    model, norm = transformers_update(llama_folder, batch, PLAIN_ADAM, entropy_coef=0.01)
     assert results[-1][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.0).step()
     for name, want in model.state_dict().items():
         assert ((got[name] - want).norm() / want.norm()).item() <= 1e-5, name
 

@@ -23,6 +23,8 @@ SHAPES = {
     "mha": make_shape(kv_heads=4, vocab=128),
     "gqa_wide": make_shape(heads=16, kv_heads=4, vocab=1003),
     "value_head": make_shape(head="value"),
+    "qwen2": replace(make_shape(tied=True), family="qwen2", qkv_bias=True),
+    "qwen3": replace(make_shape(head_dim=6), family="qwen3", qk_norm=True),
 }
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {}),

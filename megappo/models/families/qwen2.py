@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; the small ones tie their embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megappo.models.families.decoder import DECODER, QKV_BIAS, decoder_shape, no_sliding_layers
+from megappo.models.shape import ModelShape
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+RULES = DECODER + QKV_BIAS
+
+
+def shape_from_hf(config: dict[str, Any]) -> ModelShape:
+    no_sliding_layers(config)
+    return decoder_shape(config, "qwen2", num_kv_heads=config.get("num_key_value_heads") or 32, qkv_bias=True)

@@ -1,4 +1,4 @@
-"""What can be typed? `megappo train | sft CONFIG [key=value ...]`. Torch and the rest are imported only once a config holds.
+"""What can be typed? `megappo train | sft | eval | import | export ...`. Torch and the rest are imported once a config holds.
 
 Exit codes: 0 done, 1 a run that failed, 2 a refused command or config, 130 interrupted. stderr ends with the message.
 """
@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo import __version__
@@ -19,9 +20,22 @@ if TYPE_CHECKING:
     from megappo.config.check import Plan
     from megappo.config.resolve import Command
 
-_COMMANDS = {
-    "train": "train a policy with PPO",
-    "sft": "warm-start a policy on the answers of data.train",
+_CONFIG = ("config", "CONFIG", "YAML file; every key is described in docs/config.md")
+_COMMANDS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {  # name -> what it does, (attribute, metavar, help) ...
+    "train": ("train a policy with PPO", (_CONFIG,)),
+    "sft": ("warm-start a policy on the answers of data.train", (_CONFIG,)),
+    "eval": (
+        "measure a policy on data.validation: greedy accuracy, avg@k, pass@k",
+        (("target", "CONFIG|MODEL", "YAML file, or a Hugging Face folder or checkpoint (then data.validation=FILE, too)"),),
+    ),
+    "import": (
+        "turn a Hugging Face folder into a Megatron checkpoint",
+        (("hf_dir", "HF_DIR", "folder with config.json and safetensors"), ("checkpoint", "CKPT", "checkpoint to write")),
+    ),
+    "export": (
+        "turn a Megatron checkpoint into a Hugging Face folder",
+        (("checkpoint", "CKPT", "checkpoint, or a step folder of a run"), ("hf_dir", "HF_DIR", "folder to write")),
+    ),
 }
 
 
@@ -30,15 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _log_to_stderr()
     try:
-        plan = _checked_plan(arguments.command, arguments.config, arguments.overrides)
+        return _run(arguments)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of this host refuse the same config; one speaks
             _report(str(error))
-        return 2
-    try:
-        return _run(arguments.command, plan)
-    except UserError as error:
-        _report(str(error))
         return 2
     except RunFailed as error:
         _report(str(error))
@@ -52,20 +61,47 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO over Megatron pipelines and vLLM.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in _COMMANDS.items():
+    for name, (purpose, positionals) in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
-        command.add_argument("config", metavar="CONFIG", help="YAML file; every key is described in docs/config.md")
+        for attribute, metavar, text in positionals:
+            command.add_argument(attribute, metavar=metavar, help=text)
         command.add_argument(
             "overrides", metavar="key=value", nargs="*", help="override, e.g. actor.parallel.pp=2; the later wins"
         )
     return parser
 
 
-def _checked_plan(command: Command, path: str, overrides: Sequence[str]) -> Plan:
-    from megappo.config.check import check_config, joined_world_size
-    from megappo.config.load import load_config
+def _run(arguments: argparse.Namespace) -> int:
+    overrides = arguments.overrides
+    if arguments.command == "import":
+        from megappo.checkpoint.convert import import_model
 
-    config = load_config(path, overrides, command)
+        return import_model(arguments.hf_dir, arguments.checkpoint, overrides)
+    if arguments.command == "export":
+        from megappo.checkpoint.convert import export_model
+
+        return export_model(arguments.checkpoint, arguments.hf_dir, overrides)
+    if arguments.command == "eval":
+        plan = _checked_plan("eval", arguments.target, overrides)
+        from megappo.trainer.evaluate_command import evaluate
+
+        return evaluate(plan)
+    plan = _checked_plan(arguments.command, arguments.config, overrides)
+    from megappo.trainer import run
+
+    return run.sft(plan) if arguments.command == "sft" else run.train(plan)
+
+
+def _checked_plan(command: Command, target: str, overrides: Sequence[str]) -> Plan:
+    """target: a config file; for an evaluation also the model itself."""
+    from megappo.config.check import check_config, joined_world_size
+    from megappo.config.load import load_config, load_overrides
+
+    if command == "eval" and Path(target).is_dir():
+        base = {"model": {"path": target}, "run": {"name": Path(target).resolve().name}}
+        config = load_overrides(overrides, base, command)
+    else:
+        config = load_config(target, overrides, command)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     return check_config(
         config,
@@ -73,12 +109,6 @@ def _checked_plan(command: Command, path: str, overrides: Sequence[str]) -> Plan
         command,
         int(local_world_size) if local_world_size else None,
     )
-
-
-def _run(command: Command, plan: Plan) -> int:
-    from megappo.trainer import run
-
-    return run.sft(plan) if command == "sft" else run.train(plan)
 
 
 def _log_to_stderr() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megappo.config import schema
-from megappo.config.convert import MANDATORY, default_of, strip_optional
+from megappo.config.convert import MANDATORY, default_of, is_section_list, is_union, strip_optional
 from megappo.config.schema import Config
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
@@ -46,7 +46,10 @@ def _rows(cls: Any, prefix: str, documentation: dict[tuple[str, str], str]) -> I
         key, default = f"{prefix}{field.name}", default_of(field)
         owners = ((base.__name__, field.name) for base in cls.__mro__)
         text = next(documentation[owner] for owner in owners if owner in documentation)
-        if not is_dataclass(hint):
+        if is_section_list(hint):
+            yield key, "list of sections", _default(default), text
+            yield from _rows(get_args(hint)[0], f"{key}[].", documentation)
+        elif not is_dataclass(hint):
             yield key, _kind(hint), _default(default), text.replace("|", "\\|")
         elif default is None:  # a section of keys that are listed under the actor
             yield f"{key}.*", "section", "none", text
@@ -55,6 +58,8 @@ def _rows(cls: Any, prefix: str, documentation: dict[tuple[str, str], str]) -> I
 
 
 def _kind(hint: Any) -> str:
+    if is_union(hint):
+        return " or ".join(map(_kind, get_args(hint)))
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) is tuple:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megappo.observe.metrics import METRICS
+from megappo.observe.metrics import METRICS, NAMED_METRICS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -24,7 +24,7 @@ same for two runs of one config.
 
 def reference() -> str:
     """The whole text of docs/metrics.md."""
-    return HEAD + "".join(f"| `{key}` | {text} |\n" for key, text in METRICS.items())
+    return HEAD + "".join(f"| `{key}` | {text} |\n" for key, text in (METRICS | NAMED_METRICS).items())
 
 
 def main() -> int:

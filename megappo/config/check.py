@@ -11,15 +11,17 @@ from dataclasses import dataclass
 
 from megappo.config.check_files import data_problems, extras_problems, reward_problems, tokenizer_problems, weights_problems
 from megappo.config.check_layouts import role_layouts, rollout_tp_problems, world_problems
-from megappo.config.check_values import batch_problems, range_problems
+from megappo.config.check_values import batch_problems, range_problems, trained_roles
 from megappo.config.resolve import Command, resolve
 from megappo.config.schema import Config
 from megappo.errors import UserError
 from megappo.models.families import shape_of
-from megappo.models.shape import ModelShape
+from megappo.models.shape import Head, ModelShape
 from megappo.parallel_state.layout import ParallelLayout
 
 log = logging.getLogger("megappo")
+
+_HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,23 @@ def check_config(
     problems: list[str] = list(range_problems(config, command))
     shapes = _shapes(config, command, problems)
     problems += weights_problems(config, command)
-    layouts = role_layouts(config, shapes, problems)
-    problems += world_problems(config, layouts, world_size)
-    problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
-    if shapes["actor"] is not None:
-        problems += _length_problems(config, shapes["actor"])
-    problems += rollout_tp_problems(config, shapes["actor"])
-    problems += _cache_problems(config, shapes["actor"])
-    problems += _transport_problems(config, world_size, local_world_size)
-    if command == "train" or config.sft.evaluate_every:
-        problems += reward_problems(config)
+    layouts: dict[str, ParallelLayout] = {}
+    if command != "eval":  # an engine is all that it needs
+        layouts = role_layouts(config, shapes, problems)
+        problems += world_problems(config, layouts, world_size)
+        problems += _transport_problems(config, world_size, local_world_size)
+    if trained_roles(command):
+        problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
+    if command != "import":  # a conversion neither reads data nor generates
+        if shapes["actor"] is not None:
+            problems += _length_problems(config, shapes["actor"])
+        problems += rollout_tp_problems(config, shapes["actor"])
+        problems += _cache_problems(config, shapes["actor"])
+        if command != "sft" or config.sft.evaluate_every:
+            problems += reward_problems(config, command)
+        problems += data_problems(config, command)
+        problems += extras_problems(config)
     problems += tokenizer_problems(config)
-    problems += data_problems(config, command)
-    problems += extras_problems(config)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if command == "train":
@@ -86,7 +92,7 @@ def _shapes(config: Config, command: Command, problems: list[str]) -> dict[str, 
             shapes[role] = None  # reported once, for the actor
             continue
         try:
-            shape = shape_of(path, head="value" if role == "critic" else "lm")
+            shape = shape_of(path, head=_HEADS[role] if command != "import" else None)
         except UserError as error:
             shapes[role] = None
             problems.append(str(error) if role == "actor" else str(error).replace("model.path=", f"{role}.path="))

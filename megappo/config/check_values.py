@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 from megappo.config.resolve import Command
-from megappo.config.schema import Config, UpdateConfig
+from megappo.config.schema import Config, SftConfig, UpdateConfig
 
 _Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
 
 _COMMON: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "data.task_size", "rollout.tp", "rollout.max_num_seqs")),
     ("at least 1", lambda v: v >= 1, ("rollout.max_prompt_tokens", "rollout.max_new_tokens", "rollout.kv_cache_bytes")),
-    ("at least 1", lambda v: v >= 1, ("rollout.threads", "trainer.max_validation_rows")),
+    ("at least 1", lambda v: v >= 1, ("rollout.threads", "eval.max_rows", "reward.workers")),
     ("at least 0", lambda v: v >= 0, ("run.seed", "pp_weights.verify_every")),
-    ("more than 0", lambda v: v > 0, ("run.watchdog_s",)),
+    ("more than 0", lambda v: v > 0, ("run.watchdog_s", "reward.timeout_s")),
 )
 _UPDATE: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("mini_batch_size", "micro_batch_size", "epochs")),
@@ -32,17 +32,29 @@ _TRAIN: tuple[_Range, ...] = (
     ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("rollout.top_p",)),
     ("-1 (off) or at least 1", lambda v: v == -1 or v >= 1, ("rollout.top_k",)),
 )
+_EVAL: tuple[_Range, ...] = (
+    ("at least 0", lambda v: v >= 0, ("eval.samples",)),
+    ("more than 0", lambda v: v > 0, ("eval.temperature",)),
+    ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("eval.top_p",)),
+    ("-1 (off) or at least 1", lambda v: v == -1 or v >= 1, ("eval.top_k",)),
+)
 _SFT: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("sft.steps", "sft.batch_size")),
     ("at least 0", lambda v: v >= 0, ("sft.evaluate_every",)),
     ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("sft.stop_at_accuracy", "sft.max_accuracy")),
 )
+_OF_COMMAND: dict[Command, tuple[_Range, ...]] = {"train": _TRAIN + _EVAL, "sft": _SFT, "eval": _EVAL, "import": ()}
+
+
+def trained_roles(command: Command) -> tuple[str, ...]:
+    """The models that the command trains."""
+    return {"train": ("actor", "critic"), "sft": ("actor",)}.get(command, ())
 
 
 def range_problems(config: Config, command: Command) -> Iterator[str]:
     """Single values out of their range, and pairs of keys that contradict each other."""
-    roles = ("actor", "critic") if command == "train" else ("actor",)
-    ranges = _COMMON + (_TRAIN if command == "train" else _SFT)
+    roles = trained_roles(command)
+    ranges = _COMMON + _OF_COMMAND[command]
     ranges += tuple((text, holds, tuple(f"{role}.{key}" for key in keys)) for role in roles for text, holds, keys in _UPDATE)
     for text, holds, keys in ranges:
         for key in keys:
@@ -51,18 +63,27 @@ def range_problems(config: Config, command: Command) -> Iterator[str]:
                 yield f"{key}={value} must be {text}"
     for role in roles:
         yield from _optimizer_problems(role, getattr(config, role))
-    temperature = config.rollout.temperature
-    if temperature <= 0:
-        yield (
-            f"rollout.temperature={temperature} has no log-probs to train on (it is greedy); use a value above 0, "
-            f"e.g. 1.0 (validation is greedy anyway)"
-        )
+    if roles:
+        yield from _greedy_problems(config.rollout.temperature)
     name = config.run.name
     if not name or name in (".", "..") or "/" in name:
         yield f"run.name={name!r} is the name of a folder inside run.dir; use a plain name without '/'"
     if command == "train":
         yield from _contradictions(config)
-    elif (config.sft.stop_at_accuracy is not None or config.sft.max_accuracy is not None) and config.sft.evaluate_every == 0:
+    if command == "sft":
+        yield from _never_measured(config.sft)
+
+
+def _greedy_problems(temperature: float) -> Iterator[str]:
+    if temperature <= 0:
+        yield (
+            f"rollout.temperature={temperature} has no log-probs to train on (it is greedy); use a value above 0, "
+            f"e.g. 1.0 (validation is greedy anyway)"
+        )
+
+
+def _never_measured(sft: SftConfig) -> Iterator[str]:
+    if (sft.stop_at_accuracy is not None or sft.max_accuracy is not None) and sft.evaluate_every == 0:
         yield "sft.evaluate_every=0 never measures what sft.stop_at_accuracy and sft.max_accuracy compare; set it, e.g. to 10"
 
 

@@ -62,11 +62,26 @@ def type_of(key: str) -> Any | None:
     return hint
 
 
+def options_of(key: str) -> tuple[Any, ...]:
+    """The types, besides None, that a dotted key of the schema can have; (None,) where there is no such key."""
+    hint = strip_optional(type_of(key))
+    return get_args(hint) if is_union(hint) else (hint,)
+
+
 def strip_optional(hint: Any) -> Any:
-    """`X` of `X | None`, else the hint itself."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = [option for option in get_args(hint) if option is not type(None)]
+    """`X` of `X | None`, and `X | Y` of `X | Y | None`; else the hint itself."""
+    if is_union(hint):
+        return Union[tuple(option for option in get_args(hint) if option is not type(None))]  # noqa: UP007 - made at run time
     return hint
+
+
+def is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def is_section_list(hint: Any) -> bool:
+    """Whether it is a tuple of dataclasses: a list of sections in YAML."""
+    return get_origin(hint) is tuple and is_dataclass(get_args(hint)[0])
 
 
 def _convert(hint: Any, value: Any, key: str, default: Any, errors: list[str]) -> Any:
@@ -80,6 +95,8 @@ def _convert(hint: Any, value: Any, key: str, default: Any, errors: list[str]) -
             return build(inner, value, errors, f"{key}.")  # type: ignore[arg-type]
         errors.append(f"{key}={value!r} is {_kind(value)}; {key} is a section: give its keys, e.g. {key}.{fields(inner)[0].name}")
         return default
+    if is_section_list(inner) and isinstance(value, list | tuple):
+        return tuple(_section(get_args(inner)[0], item, f"{key}[{i}]", errors) for i, item in enumerate(value))
     if isinstance(value, str) and value == MANDATORY:
         return value
     wanted = _misfit(inner, value)
@@ -92,11 +109,31 @@ def _convert(hint: Any, value: Any, key: str, default: Any, errors: list[str]) -
     return freeze(value)
 
 
+def _section(cls: Any, value: Any, key: str, errors: list[str]) -> Any:
+    """One section of a list of sections."""
+    if not isinstance(value, Mapping):
+        wanted = f"give its keys, e.g. {{{fields(cls)[0].name}: VALUE}}"
+        errors.append(f"{key}={_shown(value)} is {_kind(value)}; {key} is a section: {wanted}")
+        return cls()
+    section = build(cls, value, errors, f"{key}.")
+    errors += [
+        f"{key}.{field.name} is mandatory and not set; add it"
+        for field in fields(cls)
+        if getattr(section, field.name) == MANDATORY
+    ]
+    return section
+
+
 def _misfit(hint: Any, value: Any) -> str | None:
     """What was wanted, in words; None where the value fits the type."""
     origin, args = get_origin(hint), get_args(hint)
+    if is_union(hint):
+        wanted = [_misfit(option, value) for option in args]
+        return None if None in wanted else " or ".join(map(str, wanted))
     if origin is Literal:
         return None if isinstance(value, str) and value in args else "one of " + ", ".join(map(str, args))
+    if is_section_list(hint):
+        return "a list of sections"
     if origin is tuple:
         item, length = args[0], None if args[-1] is Ellipsis else len(args)
         fits = isinstance(value, list | tuple) and length in (None, len(value)) and all(_misfit(item, v) is None for v in value)
@@ -112,7 +149,8 @@ def _misfit(hint: Any, value: Any) -> str | None:
 
 
 def _unknown(key: str, prefix: str, siblings: list[str]) -> str:
-    near = nearest_key(key, list(all_keys()))
+    in_list = prefix.endswith("].")  # a key of a section in a list is near its siblings only
+    near = nearest_key(key, [f"{prefix}{name}" for name in siblings] if in_list else list(all_keys()))
     word = key.removeprefix(prefix)
     if "." in word:
         nested = word.replace(".", ": {") + ": VALUE" + "}" * word.count(".")

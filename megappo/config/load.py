@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megappo.config.convert import MANDATORY, all_keys, build, strip_optional, type_of
+from megappo.config.convert import MANDATORY, all_keys, build, options_of
 from megappo.config.nearest import nearest_key
-from megappo.config.resolve import Command, resolve
+from megappo.config.resolve import Command, mandatory_keys, resolve
 from megappo.config.schema import Config
 from megappo.errors import UserError
 
@@ -30,18 +30,33 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: Comman
 
     Raises UserError with one line for each unknown key, wrong type, malformed override and missing mandatory key.
     """
+    return _merged(_read(Path(path)), overrides, command, str(path))
+
+
+def load_overrides(overrides: Sequence[str], base: Mapping[str, Any], command: Command) -> Config:
+    """As `load_config`, for a command without a config file. base: nested values that the command brings; overrides win."""
+    return _merged(OmegaConf.create(_plain(base)), overrides, command, None)
+
+
+def overridden_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys that are set by `a.b=c`; malformed ones are left for `load_config` to refuse."""
+    return [match["key"] for text in overrides if (match := _OVERRIDE.fullmatch(text))]
+
+
+def _merged(file: DictConfig, overrides: Sequence[str], command: Command, path: str | None) -> Config:
     errors: list[str] = []
-    layers = [OmegaConf.create(_plain(Config())), _read(Path(path)), *(_parse_override(text, errors) for text in overrides)]
+    layers = [OmegaConf.create(_plain(Config())), file, *(_parse_override(text, errors) for text in overrides)]
     try:
-        data = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
+        data = OmegaConf.to_container(_merge(layers, [path or "", *overrides]), resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError("\n".join([*errors, f"{path}: {_first_line(error)} (key {error.full_key})"])) from None
+        where = f"{path}: " if path else ""
+        raise UserError("\n".join([*errors, f"{where}{_first_line(error)} (key {error.full_key})"])) from None
     assert isinstance(data, dict)
     config = build(Config, data, errors)
     errors += [
-        f"{key} is mandatory and not set; add it to {path} or pass {key}=VALUE"
-        for key in all_keys()
-        if _value_of(config, key) == MANDATORY and (command == "sft" or not key.startswith("sft."))
+        f"{key} is mandatory and not set; {f'add it to {path} or ' if path else ''}pass {key}=VALUE"
+        for key in mandatory_keys(command)
+        if _value_of(config, key) in (MANDATORY, None)
     ]
     if errors:
         raise UserError("\n".join(errors))
@@ -51,6 +66,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: Comman
 def dump_config(config: Config) -> str:
     """The config as YAML that `load_config` reads back to the same config."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def _merge(layers: Sequence[DictConfig], names: Sequence[str]) -> Any:
+    """The first layer under all others. names: where each of the others comes from."""
+    merged: Any = layers[0]
+    for layer, name in zip(layers[1:], names, strict=True):
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except TypeError:  # omegaconf does not say where
+            raise UserError(
+                f"{name}: a section stands where a list belongs, or a list where a section does; give a list as a whole, "
+                f"e.g. reward.parts=[{{function: exact_match}}]"
+            ) from None
+    return merged
 
 
 def _read(path: Path) -> DictConfig:
@@ -82,16 +111,22 @@ def _parse_override(text: str, errors: list[str]) -> DictConfig:
     try:
         value = OmegaConf.select(OmegaConf.from_dotlist([f"value={raw}"]), "value") if "${" not in raw else raw
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        if strip_optional(type_of(key)) is not str:
+        if str not in options_of(key):
             errors.append(f"override {text!r}: the value is not valid YAML ({_first_line(error)}); quote it or mend it")
             return DictConfig({})
         value = raw
-    if strip_optional(type_of(key)) is str and not isinstance(value, str) and value is not None:
+    if _is_typed_text(options_of(key), value):
         value = raw  # a run called 007 stays 007
     nested: Any = value
     for word in reversed(key.split(".")):
         nested = {word: nested}
     return DictConfig(nested)
+
+
+def _is_typed_text(options: Sequence[Any], value: Any) -> bool:
+    """Whether what YAML made of an override is to be the string that was typed. A key that also takes a list keeps a list."""
+    kept: tuple[type, ...] = (str, type(None)) if len(options) == 1 else (str, type(None), ListConfig)
+    return str in options and not isinstance(value, kept)
 
 
 def _plain(value: Any) -> Any:

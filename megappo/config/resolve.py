@@ -6,9 +6,22 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from megappo.config.schema import Config, UpdateConfig
+from megappo.models.shape import checkpoint_folder, hf_files
 
-Command = Literal["train", "sft"]
+Command = Literal["train", "sft", "eval", "import"]
 U = TypeVar("U", bound=UpdateConfig)
+
+_MANDATORY: dict[Command, tuple[str, ...]] = {
+    "train": ("model.path", "data.train"),
+    "sft": ("model.path", "data.train", "sft.output"),
+    "eval": ("model.path", "data.validation"),
+    "import": ("model.path",),
+}
+
+
+def mandatory_keys(command: Command) -> tuple[str, ...]:
+    """Keys without a default that the command needs."""
+    return _MANDATORY[command]
 
 
 def resolve(config: Config, command: Command = "train") -> Config:
@@ -22,7 +35,7 @@ def resolve(config: Config, command: Command = "train") -> Config:
     last_step = config.sft.steps if command == "sft" else config.trainer.steps
     return replace(
         config,
-        model=replace(model, tokenizer=model.tokenizer or model.path),
+        model=replace(model, tokenizer=model.tokenizer or _files_of(model.path)),
         actor=_with_decay_steps(config.actor, last_step),
         critic=replace(
             _with_decay_steps(config.critic, last_step),
@@ -32,6 +45,11 @@ def resolve(config: Config, command: Command = "train") -> Config:
         reference=replace(reference, enabled=enabled, parallel=reference.parallel or layout, path=reference.path or model.path),
         rollout=replace(rollout, dtype=engine_dtype, logprob_tolerance=tolerance),
     )
+
+
+def _files_of(path: str) -> str:
+    """Where the tokenizer of a model path lies: in the folder itself, or inside a checkpoint."""
+    return path if checkpoint_folder(path) is None else str(hf_files(path))
 
 
 def _with_decay_steps(section: U, last_step: int) -> U:

@@ -34,7 +34,7 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "???"
-    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    """Hugging Face folder (config.json, safetensors, tokenizer), or a checkpoint; a step folder of a run stands for its actor."""
     tokenizer: str | None = None
     """Folder or sentencepiece `.model` file of the tokenizer; default: `path`."""
     dtype: DType = "float32"
@@ -126,7 +126,8 @@ class CriticConfig(UpdateConfig):
     parallel: ParallelConfig | None = None  # type: ignore[assignment]
     """Layout of the critic in the same ranks; default: the actor's."""
     path: str | None = None
-    """Hugging Face folder that the critic starts from; without a `score.weight` its head starts at 0. Default: model.path."""
+    """Hugging Face folder or checkpoint that the critic starts from; on a language model its head starts at 0. Default:
+    model.path."""
     value_clip_range: float | None = None
     """Clip of the value's change in the value loss; none: no clip."""
 
@@ -140,7 +141,7 @@ class ReferenceConfig:
     parallel: ParallelConfig | None = None
     """Layout of the reference in the same ranks; default: the actor's."""
     path: str | None = None
-    """Hugging Face folder of the reference; default: model.path."""
+    """Hugging Face folder or checkpoint of the reference; default: model.path."""
 
 
 @dataclass(frozen=True)
@@ -217,14 +218,23 @@ class WeightsConfig:
 class DataConfig:
     """Prompts."""
 
-    train: str = "???"
-    """JSONL file of training prompts, or `reasoning_gym:TASK` (needs the extra `tasks`)."""
-    validation: str | None = None
-    """JSONL file of validation prompts, with `prompt` and `answer`."""
+    train: str | tuple[str, ...] = "???"
+    """Training prompts: one source or a list of them. A source is a `.jsonl` or `.parquet` file, a folder of `.parquet` files, a
+    folder written by `Dataset.save_to_disk`, or `reasoning_gym:TASK` (needs the extra `tasks`). See docs/data.md."""
+    validation: str | tuple[str, ...] | None = None
+    """Validation prompts, with answers: one source or a list of them."""
+    weights: tuple[float, ...] | None = None
+    """Share of the prompts that each source of `train` contributes, in any unit, e.g. [3, 1]; default: the sources are
+    concatenated, and each row comes once an epoch."""
     prompt_key: str = "prompt"
     """Key of the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
     """Key of the answer that reward functions get."""
+    id_key: str = "id"
+    """Key of a row's own id, which rollout files show; a row without one is called `source:position`."""
+    overlong: Literal["fail", "drop", "truncate_left", "truncate_right"] = "fail"
+    """A prompt of more than rollout.max_prompt_tokens tokens, chat template and BOS included: `fail` refuses it, `drop` leaves it
+    out, `truncate_left` keeps BOS and the last tokens, `truncate_right` the first ones. What was dropped or cut is counted."""
     chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -238,15 +248,34 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RewardPart:
+    """One of several rewards that are added up."""
+
+    function: str = "???"
+    """Name of a built-in reward, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """What the part is multiplied by; with 0 it is only measured."""
+    name: str | None = None
+    """Its name in metrics and rollouts; default: the function's, without the file."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
-    """The score of a response."""
+    """The score of a response. docs/rewards.md shows how to choose, write and combine rewards."""
 
     function: str = "exact_match"
-    """Name of a built-in reward, or `path/to/file.py:function`."""
-    on_error: Literal["fail", "score"] = "fail"
-    """A reward that raises or returns no finite number: `fail` ends the run; `score` gives `error_score` and counts it."""
+    """Name of a built-in reward (`exact_match`, `last_number`, `math`, `reasoning_gym`), or `path/to/file.py:function`."""
+    parts: tuple[RewardPart, ...] = ()
+    """Several rewards in place of `function`: the score is the sum of weight x part, and each part is a metric of its own."""
+    on_error: Literal["fail", "skip_sample", "score"] = "fail"
+    """A reward that raises, hangs, ends its process or returns no finite number: `fail` ends the run; `skip_sample` leaves the
+    sample out of the step; `score` gives `error_score`. The last two are counted and logged."""
     error_score: float = 0.0
     """Score of a failed reward with on_error=score."""
+    timeout_s: float = 10.0
+    """Longest call of a reward that runs in a process of its own (all but `exact_match` and `last_number`)."""
+    workers: int = 1
+    """Processes that run those rewards."""
 
 
 @dataclass(frozen=True)
@@ -260,9 +289,25 @@ class TrainerConfig:
     validate_every: int = 0
     """Validate greedily every k steps; 0: only before the first and after the last step where data.validation is given."""
     save_every: int = 0
-    """Write the actor as a Hugging Face folder to checkpoints/step_000100/actor every k steps; 0: never. The final weights are
-    always written to `final/`."""
-    max_validation_rows: int | None = None
+    """Write actor and critic as checkpoints to checkpoints/step_000100/{actor,critic} every k steps, and the folder's name to
+    checkpoints/latest; 0: never. The final actor is always written to `final/`, as a Hugging Face folder."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on data.validation: `megappo eval`, and the validation of a training run. Every row gets one greedy response."""
+
+    samples: int = 0
+    """Sampled responses a row besides the greedy one, for avg@k and pass@k; 0: greedy only."""
+    temperature: float = 1.0
+    """Sampling temperature of those."""
+    top_p: float = 1.0
+    """Nucleus sampling of those."""
+    top_k: int = -1
+    """Top-k sampling of those; -1: off."""
+    pass_score: float = 1.0
+    """Score from which on a response counts as passed, for pass@k."""
+    max_rows: int | None = None
     """Use only the first rows of data.validation."""
 
 
@@ -299,4 +344,5 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     sft: SftConfig = field(default_factory=SftConfig)

@@ -14,8 +14,8 @@ ENTRY_KEY = "reasoning_gym"
 """Key of a row under which the task's own entry lies, for its scorer."""
 
 
-def task_rows(source: str, data: DataConfig, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name of the row, row) of `data.task_size` problems; the seed decides which."""
+def task_rows(source: str, data: DataConfig, seed: int) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """(where, position from 1, row) of `data.task_size` problems; the seed decides which."""
     gym = _reasoning_gym(source)
     task = source.removeprefix(TASK_PREFIX)
     known = gym.factory.DATASETS
@@ -29,7 +29,8 @@ def task_rows(source: str, data: DataConfig, seed: int) -> Iterator[tuple[str, M
         raise UserError(f"{source}: data.task_options={data.task_options} is refused by the task ({error}); mend them") from None
     for i in range(data.task_size):
         entry = dataset[i]
-        yield f"{source}[{i}]", {data.prompt_key: entry["question"], data.answer_key: entry["answer"], ENTRY_KEY: entry}
+        row = {data.prompt_key: entry["question"], data.answer_key: entry["answer"], ENTRY_KEY: entry}
+        yield f"{source} row {i + 1}", i + 1, row
 
 
 def task_scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:

@@ -6,15 +6,14 @@ decoded and encoded again. `encode_prompt` is the only way from a prompt to its 
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megappo.data.chat import Message, chat_template, read_json, render_chat_text
 from megappo.errors import UserError
-
-Message = Mapping[str, str]
 
 
 class Tokenizer(Protocol):
@@ -31,10 +30,16 @@ class Tokenizer(Protocol):
     adds_bos: bool
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
-        """Ids of the text, with nothing in front or behind but BOS where asked for (never a second one)."""
+        """Ids of the text, with nothing in front or behind but BOS where asked for (never a second one).
+
+        Where the text spells a special token, such as "</s>", its id stands there."""
         ...
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of the ids, never an error. Bytes that are no UTF-8 give U+FFFD; ids that the vocabulary lacks give nothing.
+
+        skip_special leaves out special tokens, but for the unknown one, which would hide that something was there."""
+        ...
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the messages up to where the assistant begins to speak, as the model's own template says."""
@@ -84,40 +89,48 @@ class SentencePieceTokenizer:
         except (OSError, RuntimeError) as error:
             raise UserError(f"tokenizer {str(path)!r} is not a sentencepiece model ({error}); copy the file again") from None
         self._path = path
-        self._config = _read_json(path.parent / "tokenizer_config.json")
+        self._config = read_json(path.parent / "tokenizer_config.json")
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int | None = _id_or_none(self._processor.bos_id())
         self.eos_ids = _eos_ids(path, _id_or_none(self._processor.eos_id()))
         pad_id = _id_or_none(self._processor.pad_id())
         self.pad_id: int = self.eos_ids[0] if pad_id is None else pad_id
         self.adds_bos = self.bos_id is not None and bool(self._config.get("add_bos_token", True))
-        special = [i for i in range(self.vocab_size) if self._processor.is_control(i)]
-        self._special = {self._processor.id_to_piece(i): i for i in special}
+        pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+        self._bytes = [
+            bytes.fromhex(piece[3:5]) if self._processor.is_byte(i) else piece.replace("\u2581", " ").encode()
+            for i, piece in enumerate(pieces)
+        ]
+        added = self._config.get("added_tokens_decoder", {})
+        beyond = [token["content"] for i, token in added.items() if int(i) >= self.vocab_size]
+        if beyond:
+            raise UserError(
+                f"tokenizer {str(path)!r} lacks tokens that tokenizer_config.json adds to it ({', '.join(beyond)}); "
+                "write a tokenizer.json with transformers and put it beside it"
+            )
+        self._special = {pieces[i]: i for i in range(self.vocab_size) if self._processor.is_control(i)}
+        self._special_ids = set(self._special.values())
+        self._spelled = re.compile("(" + "|".join(map(re.escape, self._special)) + ")") if self._special else None
+        self._begins_with_space = self._processor.encode_as_pieces("a")[0].startswith("\u2581")
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
-        return _with_bos(self._processor.encode(text), self.bos_id if add_bos else None)
+        # sentencepiece does not look for control pieces in text, so they are cut out first.
+        ids: list[int] = []
+        for part in filter(None, self._spelled.split(text) if self._spelled else [text]):
+            ids += [self._special[part]] if part in self._special else self._processor.encode(part)
+        return _with_bos(ids, self.bos_id if add_bos else None)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        pieces, run = [], []
-        special = {i: piece for piece, i in self._special.items()}
-        for i in map(int, ids):
-            if i not in special:
-                run += [i] if i < self.vocab_size else []
-            elif not skip_special:
-                pieces += [self._processor.decode(run), special[i]]
-                run = []
-        return "".join([*pieces, self._processor.decode(run)])
+        kept = [i for i in map(int, ids) if 0 <= i < self.vocab_size and not (skip_special and i in self._special_ids)]
+        text = b"".join(self._bytes[i] for i in kept).decode("utf-8", errors="replace")
+        # The space that `encode` puts in front of a text is not part of it.
+        return text.removeprefix(" ") if self._begins_with_space and kept and kept[0] not in self._special_ids else text
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         names = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0], "pad_token": self.pad_id}
         special = {name: self._processor.id_to_piece(i) for name, i in names.items() if i is not None}
-        text = _render(_chat_template(self._path.parent, self._config), messages, special, self._path)
-        # sentencepiece does not look for control pieces in text, so they are cut out first.
-        parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text) if self._special else [text]
-        ids: list[int] = []
-        for part in filter(None, parts):
-            ids += [self._special[part]] if part in self._special else self._processor.encode(part)
-        return _single_bos(ids, self.bos_id)
+        template = chat_template(self._path.parent, self._config)
+        return _single_bos(self.encode(render_chat_text(template, messages, special, self._path)), self.bos_id)
 
 
 class HfTokenizer:
@@ -128,37 +141,61 @@ class HfTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); copy the folder again") from None
+        except Exception as error:  # the tokenizers library raises just that
+            raise UserError(f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); copy it again") from error
         self._folder = folder
-        self.vocab_size = len(self._tokenizer)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self.eos_ids = _eos_ids(folder, self._tokenizer.eos_token_id)
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_ids[0] if pad_id is None else pad_id
         self.adds_bos = self.bos_id is not None and self._tokenizer("a")["input_ids"][:1] == [self.bos_id]
+        self._special_ids = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        if self._tokenizer.unk_token_id not in (self.bos_id, self.pad_id, *self.eos_ids):  # GPT-2's is its EOS too
+            self._special_ids.discard(self._tokenizer.unk_token_id)
+        self._special_tokens = self._tokenizer.special_tokens_map
+        byte_ids = [vocabulary.get(f"<0x{value:02X}>") for value in range(256)]
+        self._byte_ids = [i for i in byte_ids if i is not None] if None not in byte_ids else []
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return _with_bos(ids, self.bos_id if add_bos else None)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        kept = [int(i) for i in ids if i < self.vocab_size]
-        text: str = self._tokenizer.decode(kept, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        kept = [i for i in map(int, ids) if 0 <= i < self.vocab_size and not (skip_special and i in self._special_ids)]
+        if self._byte_ids:
+            kept = _valid_utf8(kept, self._byte_ids)
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         template = self._tokenizer.chat_template
         if not isinstance(template, str):
-            template = _chat_template(self._folder, {"chat_template": template})
-        text = _render(template, messages, self._tokenizer.special_tokens_map, self._folder)
-        return _single_bos(self.encode(text), self.bos_id)
+            template = chat_template(self._folder, {"chat_template": template})
+        return _single_bos(self.encode(render_chat_text(template, messages, self._special_tokens, self._folder)), self.bos_id)
+
+
+def _valid_utf8(ids: Sequence[int], byte_ids: Sequence[int]) -> list[int]:
+    """The ids with U+FFFD in the place of byte tokens that are no UTF-8, one for each broken character as in Python.
+
+    The tokenizers library replaces every byte of a run that has one broken character in it, also those of whole ones.
+    byte_ids: id of the token of each byte."""
+    value_of = {i: value for value, i in enumerate(byte_ids)}
+    mended: list[int] = []
+    for is_run, part in itertools.groupby(ids, value_of.__contains__):
+        run = list(part)
+        if is_run:
+            text = bytes(value_of[i] for i in run).decode("utf-8", errors="replace")
+            run = [byte_ids[value] for value in text.encode()]
+        mended += run
+    return mended
 
 
 def _eos_ids(path: Path, own: int | None) -> tuple[int, ...]:
     """The tokenizer's own EOS, then those of generation_config.json in the same folder."""
     folder = path if path.is_dir() else path.parent
-    more = _read_json(folder / "generation_config.json").get("eos_token_id")
+    more = read_json(folder / "generation_config.json").get("eos_token_id")
     listed = more if isinstance(more, list) else [more]
     ids = tuple(dict.fromkeys(i for i in (own, *listed) if isinstance(i, int)))
     if not ids:
@@ -175,42 +212,6 @@ def _single_bos(ids: list[int], bos_id: int | None) -> list[int]:
     while bos_id is not None and ids[:2] == [bos_id, bos_id]:
         ids = ids[1:]
     return ids
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str:
-    """The template beside the tokenizer: chat_template.jinja, else the key in tokenizer_config.json (the one named `default`)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not isinstance(template, str):
-        raise UserError(
-            f"tokenizer {str(folder)!r} has no chat template; set data.chat_template=false or add chat_template.jinja"
-        )
-    return template
-
-
-def _render(template: str, messages: Sequence[Message], special_tokens: Mapping[str, Any], source: Path) -> str:
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        texts, _ = render_jinja_template([list(messages)], chat_template=template, add_generation_prompt=True, **special_tokens)
-    except TemplateError as error:
-        raise UserError(f"the chat template of {str(source)!r} refuses the messages ({error}); mend the messages") from None
-    return str(texts[0])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file again from the model's source") from None
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _id_or_none(token_id: int) -> int | None:

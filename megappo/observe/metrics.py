@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 METRICS: dict[str, str] = {
-    "reward/mean": "Mean score of the samples of the step, before any KL penalty.",
+    "reward/mean": "Mean score of the samples of the step, before any KL penalty. All of reward/ leaves skipped samples out.",
     "reward/std": "Standard deviation of the scores.",
     "reward/min": "Lowest score.",
     "reward/max": "Highest score.",
-    "reward/failed": "Samples whose reward function failed (with reward.on_error=score).",
+    "reward/failed": "Samples whose reward failed (with reward.on_error=score or skip_sample).",
+    "reward/skipped": "Samples that were left out of the step because their reward failed (with reward.on_error=skip_sample).",
     "rollout/prompt_length_mean": "Mean prompt length in tokens.",
     "rollout/response_length_mean": "Mean response length in tokens, the end token included.",
     "rollout/response_length_max": "Longest response in tokens.",
@@ -43,6 +44,9 @@ METRICS: dict[str, str] = {
     "weights/version": "Version of the weights that the engine holds after the step.",
     "weights/bytes": "Bytes of the weights handed over.",
     "validation/accuracy": "Mean score of greedy responses to the held-out prompts.",
+    "validation/avg_at_k": "Mean score of eval.samples sampled responses to each held-out prompt; where eval.samples is set.",
+    "validation/pass_at_k": "Chance that one of eval.samples samples scores at least eval.pass_score; where eval.samples is set.",
+    "validation/skipped": "Validation responses whose reward failed and that count nowhere (with reward.on_error=skip_sample).",
     "timing_s/rollout": "Seconds of generation.",
     "timing_s/reward": "Seconds of scoring.",
     "timing_s/log_prob": "Seconds of the log-prob passes of actor and reference.",
@@ -57,6 +61,11 @@ METRICS: dict[str, str] = {
     "perf/tokens_per_second": "Prompt and response tokens of the step, over its seconds.",
 }
 """Every key of a row in metrics.jsonl besides `step`, with its documentation. docs/metrics.md is made of it."""
+
+NAMED_METRICS: dict[str, str] = {
+    "reward/part/NAME": "Mean of a part of the reward, unweighted, over samples whose reward did not fail; with reward.parts.",
+}
+"""Families of keys, one key for each NAME that the config gives; the rest as METRICS."""
 
 _NOT_DETERMINISTIC = ("timing_s/", "perf/", "memory/", "checkpoint/")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,15 @@ from megappo.observe.metrics import as_json_number
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One sample: token ids as the engine took and gave them, and their text for people to read."""
+    """One sample: token ids as the engine took and gave them, and their text for people to read.
+
+    row_id, id, source, position: the row of the data that it is a sample of; see PromptRow in data/prompts.py."""
 
     sample_id: int
+    row_id: int
+    id: str
+    source: str
+    position: int
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -23,15 +29,27 @@ class RolloutRow:
     weight_version: int
     finish_reason: str
     reward: float
+    """NaN (null in the file) where the sample was skipped."""
+    reward_parts: Mapping[str, float]
+    """Each of `reward.parts`, unweighted; NaN where the reward failed before it had a value."""
+    skipped: bool
+    """Whether the reward failed and the sample was left out of the step."""
+    temperature: float
+    """That it was sampled at; 0: greedy."""
     prompt: str
     response: str
+    answer: str | None
 
 
 def write_rollouts(folder: str | Path, step: int, rows: Iterable[RolloutRow]) -> Path:
-    """Write the samples of one step and return the file. The file appears complete or not at all."""
+    """Write the samples of one step and return the file."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
+    return write_rows(folder / f"step_{step:06d}.jsonl", rows)
+
+
+def write_rows(path: Path, rows: Iterable[RolloutRow]) -> Path:
+    """Write one line a row and return the file. It appears complete or not at all."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -43,12 +61,20 @@ def write_rollouts(folder: str | Path, step: int, rows: Iterable[RolloutRow]) ->
 def _as_json(row: RolloutRow) -> dict[str, object]:
     return {
         "sample_id": row.sample_id,
+        "row_id": row.row_id,
+        "id": row.id,
+        "source": row.source,
+        "position": row.position,
         "prompt_ids": list(row.prompt_ids),
         "response_ids": list(row.response_ids),
         "logprobs": [as_json_number(x) for x in row.logprobs],
         "weight_version": row.weight_version,
         "finish_reason": row.finish_reason,
         "reward": as_json_number(row.reward),
+        "reward_parts": {name: as_json_number(value) for name, value in row.reward_parts.items()},
+        "skipped": row.skipped,
+        "temperature": row.temperature,
         "prompt": row.prompt,
         "response": row.response,
+        "answer": row.answer,
     }

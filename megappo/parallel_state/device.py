@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def has_cuda() -> bool:
@@ -56,3 +61,15 @@ def prepare_device() -> None:
     from megappo.parallel_state import cpu_megatron
 
     cpu_megatron.install()
+
+
+def start_world(store: Store, rank: int, world_size: int) -> None:
+    """This rank's device and torch's process group, over the rendezvous store. To be ended by `destroy_process_group`."""
+    prepare_device()
+    dist.init_process_group(
+        backend(),
+        store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),  # the watchdog ends a stuck run long before
+    )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 
 def only_known(function: Any, **kwargs: Any) -> dict[str, Any]:
@@ -25,3 +29,11 @@ def local_layer_spec(**kwargs: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return cast(Any, get_gpt_layer_local_spec)(**kwargs)
+
+
+def complete_common_state(folder: Path, content: Mapping[str, Any]) -> None:
+    """Give a written checkpoint the file `common.pt`, which 0.16.1 wants; 0.19 has its content among the shards, and reads both.
+
+    content: what was saved as `content_metadata`."""
+    if not (folder / "common.pt").exists():
+        torch.save({"content_metadata": dict(content)}, folder / "common.pt")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megappo.algorithms.masking import response_mask_from_eos
 from megappo.errors import RunFailed
 from megappo.pp_weights.verify import compare_names
 from megappo.pp_weights.verify import verify as verify_bytes
@@ -99,7 +100,7 @@ class HfEngine:
         tokens: list[torch.Tensor] = []
         log_probs: list[torch.Tensor] = []
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
-        lengths = torch.full((len(prompts),), sampling.max_new_tokens)
+        ended = torch.zeros(len(prompts), dtype=torch.bool)
         for step in range(sampling.max_new_tokens):
             output = self._model(
                 input_ids=ids.to(self._device),
@@ -114,15 +115,16 @@ class HfEngine:
             chosen = log_p.argmax(-1) if sampling.temperature == 0 else inverse_cdf(log_p, draws[:, step])  # (b,)
             tokens.append(chosen)
             log_probs.append(log_p.gather(-1, chosen[:, None])[:, 0])
-            stopped = torch.isin(chosen, stop_ids) & (lengths == sampling.max_new_tokens)
-            lengths[stopped] = step + 1
-            if (lengths <= step + 1).all():
+            ended |= torch.isin(chosen, stop_ids)
+            if ended.all():
                 break
             ids = chosen[:, None]
             mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=-1)
             next_position = next_position + 1
             positions = next_position
-        rows = zip(torch.stack(tokens, 1).tolist(), torch.stack(log_probs, 1).tolist(), lengths.tolist(), strict=True)
+        responses = torch.stack(tokens, 1)  # (b, r); rows that ended early went on with the others
+        lengths = response_mask_from_eos(responses, sampling.stop_token_ids).sum(1)
+        rows = zip(responses.tolist(), torch.stack(log_probs, 1).tolist(), lengths.tolist(), strict=True)
         return [
             Completion(
                 token_ids=tuple(row[:length]),

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from megappo.errors import RunFailed
+from megappo.lifeline import die_with_parent
 from megappo.pp_weights.buffer import Manifest, WeightBuffer
 from megappo.pp_weights.verify import compare_names, verify
 from megappo.rollout.engine import SamplingParams
-from megappo.rollout.lifeline import die_with_parent
 
 WORKER_EXTENSION = "megappo.rollout.vllm_adapter.WeightReceiver"
 SHARED_MEMORY = Path("/dev/shm")

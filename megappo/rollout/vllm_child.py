@@ -13,9 +13,9 @@ import textwrap
 from typing import Any, NoReturn
 
 from megappo.errors import RunFailed, UserError
+from megappo.lifeline import die_with_parent, kill_own_group
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import SamplingParams
-from megappo.rollout.lifeline import die_with_parent, kill_own_group
 from megappo.rollout.wire import pack_completions, unpack_ragged, unpack_seeds
 
 logger = logging.getLogger("megappo")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from megappo.algorithms.advantages import gae, place_terminal_reward
@@ -17,15 +19,16 @@ from megappo.algorithms.losses import explained_variance
 from megappo.algorithms.masking import masked_mean, masked_whiten
 from megappo.config.schema import Config, UpdateConfig
 from megappo.controller.worker import WorkerGroup
-from megappo.data.prompts import PromptStream
+from megappo.data.stream import PromptStream
 from megappo.data.tokenizer import Tokenizer
 from megappo.errors import RunFailed
-from megappo.rewards.functions import RewardFunction
-from megappo.rewards.score import score_all
+from megappo.rewards.score import Scorer, Scores
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.batch import mini_batches
 from megappo.trainer.rollout import Sample, generate, sampling_params, score_requests, to_batch
-from megappo.trainer.workers import WeightPublisher
+
+if TYPE_CHECKING:
+    from megappo.trainer.workers import WeightPublisher
 
 Batch = dict[str, Tensor]
 INPUTS = ("input_ids", "attention_mask", "response_mask", "sample_ids")
@@ -42,12 +45,12 @@ class PPO:
         publisher: WeightPublisher,
         tokenizer: Tokenizer,
         prompts: PromptStream,
-        reward: RewardFunction,
+        scorer: Scorer,
     ) -> None:
         self.config, self.workers, self.engine, self.publisher = config, workers, engine, publisher
-        self.tokenizer, self.prompts, self.reward = tokenizer, prompts, reward
+        self.tokenizer, self.prompts, self.scorer = tokenizer, prompts, scorer
         self.samples: Sequence[Sample] = ()
-        self.scores: Sequence[float] = ()
+        self.scores = Scores((), (), (), {})
         self.parameter_norm: float = workers.call("actor", "parameter_norm")[0]
 
     def step(self, step: int) -> dict[str, float]:
@@ -62,12 +65,13 @@ class PPO:
                     self.engine, rows, sampling, self.tokenizer, seed=config.run.seed, step=step, n=config.rollout.n
                 )
                 batch = to_batch(self.samples, self.tokenizer.pad_id)
-            mask = batch["response_mask"]
 
             with timed(metrics, "reward"):
-                scored = score_all(self.reward, score_requests(self.samples, step), config.reward)
-                self.scores = scored.values
-                batch["scores"] = mask.new_tensor(scored.values, dtype=batch["rollout_log_probs"].dtype)
+                self.scores = self.scorer.score(score_requests(self.samples, step))
+                batch["scores"] = torch.tensor(self.scores.values)
+                # From here on a skipped sample has no token that counts: not in the losses, advantages, KL or means.
+                batch["response_mask"] &= ~torch.tensor(self.scores.skipped).unsqueeze(1)
+            mask = batch["response_mask"]
 
             with timed(metrics, "log_prob"):
                 batch["old_log_probs"] = self._score("actor", "compute_log_probs", batch)["log_probs"]
@@ -91,7 +95,7 @@ class PPO:
                 metrics |= self._update("actor", config.actor, batch, ("old_log_probs", "advantages"), step)
             with timed(metrics, "publish"):
                 self.publish(version=step)
-        return metrics | self._describe(batch, advantages, scored.num_failed, metrics["timing_s/step"])
+        return metrics | self._describe(batch, advantages, metrics["timing_s/step"])
 
     def publish(self, version: int) -> None:
         """Hand the actor's weights to the engine, which holds `version` from then on."""
@@ -106,11 +110,13 @@ class PPO:
         return columns
 
     def _update(self, role: str, section: UpdateConfig, batch: Batch, columns: tuple[str, ...], step: int) -> dict[str, float]:
-        """Epochs of mini-batches, one optimizer step each. Returns the means of their metrics under the role's name."""
+        """Epochs of mini-batches, one optimizer step each, but none on a mini-batch whose samples are all skipped. Returns the
+        means of their metrics under the role's name."""
         seen: list[Mapping[str, float]] = []
         seed = self.config.run.seed * 1_000_003 + step
         for mini_batch in mini_batches(batch, section.mini_batch_size, section.epochs, seed, (*INPUTS, *columns)):
-            seen.append(self.workers.call(role, "update", mini_batch, step=step)[1])
+            if mini_batch["response_mask"].any():
+                seen.append(self.workers.call(role, "update", mini_batch, step=step)[1])
         return {f"{role}/{name}": sum(m[name] for m in seen) / len(seen) for name in seen[0]}
 
     def _compare_log_probs(self, batch: Batch, metrics: dict[str, float]) -> None:
@@ -128,9 +134,10 @@ class PPO:
                 f"computes with less precision (then raise the tolerance)"
             )
 
-    def _describe(self, batch: Batch, advantages: Tensor, num_failed: int, step_s: float) -> dict[str, float]:
-        mask, scores = batch["response_mask"], batch["scores"]
-        lengths = mask.sum(dim=1).float()
+    def _describe(self, batch: Batch, advantages: Tensor, step_s: float) -> dict[str, float]:
+        mask, skipped = batch["response_mask"], torch.tensor(self.scores.skipped)
+        scores = batch["scores"][~skipped]
+        lengths = torch.tensor([float(len(sample.completion.token_ids)) for sample in self.samples])
         reasons = [sample.completion.finish_reason for sample in self.samples]
         norm_before, self.parameter_norm = self.parameter_norm, self.workers.call("actor", "parameter_norm")[0]
         return {
@@ -138,7 +145,9 @@ class PPO:
             "reward/std": scores.std(correction=0).item(),
             "reward/min": scores.min().item(),
             "reward/max": scores.max().item(),
-            "reward/failed": num_failed,
+            "reward/failed": self.scores.num_failed,
+            "reward/skipped": skipped.sum().item(),
+            **{f"reward/part/{name}": mean for name, mean in self.scores.part_means().items()},
             "rollout/prompt_length_mean": (batch["attention_mask"].sum(dim=1) - lengths).mean().item(),
             "rollout/response_length_mean": lengths.mean().item(),
             "rollout/response_length_max": lengths.max().item(),

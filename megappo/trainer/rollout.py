@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from megappo.config.schema import RolloutConfig
 from megappo.data.prompts import PromptRow
 from megappo.data.tokenizer import Tokenizer
 from megappo.observe.rollouts import RolloutRow
-from megappo.rewards.score import ScoreRequest
+from megappo.rewards.score import ScoreRequest, Scores
 from megappo.rollout.engine import Completion, RolloutEngine, SamplingParams, request_seed
 from megappo.trainer.batch import pad_batch, pad_columns
 
@@ -24,6 +25,7 @@ class Sample:
     row: PromptRow
     completion: Completion
     text: str
+    temperature: float
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> SamplingParams:
@@ -56,13 +58,16 @@ def generate(
         seen[row.row_id] += 1
     completions = engine.generate([row.prompt_ids for row in repeated], sampling, seeds)
     texts = [tokenizer.decode(completion.token_ids) for completion in completions]
-    return [Sample(row, completion, text) for row, completion, text in zip(repeated, completions, texts, strict=True)]
+    return [
+        Sample(row, completion, text, sampling.temperature)
+        for row, completion, text in zip(repeated, completions, texts, strict=True)
+    ]
 
 
 def score_requests(samples: Sequence[Sample], step: int) -> list[ScoreRequest]:
     """What the reward function gets for each sample."""
     return [
-        ScoreRequest(f"step {step} sample {i} (row {s.row.row_id})", s.row.prompt_text, s.text, s.row.answer, s.row.fields)
+        ScoreRequest(f"step {step} sample {i} (row {s.row.id})", s.row.prompt_text, s.text, s.row.answer, s.row.fields)
         for i, s in enumerate(samples)
     ]
 
@@ -75,19 +80,27 @@ def to_batch(samples: Sequence[Sample], pad_id: int) -> dict[str, Tensor]:
     return batch
 
 
-def to_rows(samples: Sequence[Sample], scores: Sequence[float]) -> list[RolloutRow]:
+def to_rows(samples: Sequence[Sample], scores: Scores) -> list[RolloutRow]:
     """What is written of the samples."""
     return [
         RolloutRow(
             sample_id=i,
+            row_id=s.row.row_id,
+            id=s.row.id,
+            source=s.row.source,
+            position=s.row.position,
             prompt_ids=s.row.prompt_ids,
             response_ids=s.completion.token_ids,
             logprobs=s.completion.log_probs,
             weight_version=s.completion.weight_version,
             finish_reason=s.completion.finish_reason,
-            reward=score,
+            reward=math.nan if scores.skipped[i] else scores.values[i],
+            reward_parts={name: values[i] for name, values in scores.parts.items()},
+            skipped=scores.skipped[i],
+            temperature=s.temperature,
             prompt=s.row.prompt_text,
             response=s.text,
+            answer=s.row.answer,
         )
-        for i, (s, score) in enumerate(zip(samples, scores, strict=True))
+        for i, s in enumerate(samples)
     ]

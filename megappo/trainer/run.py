@@ -6,23 +6,22 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.config.check import Plan
-from megappo.config.load import dump_config
 from megappo.config.schema import Config
+from megappo.trainer.run_folder import open_run_folder
 
 if TYPE_CHECKING:
     from megappo.controller.local_group import LocalWorkerGroup
-    from megappo.data.prompts import PromptRow
-    from megappo.data.tokenizer import Tokenizer
+    from megappo.data.load import Data
+    from megappo.rewards.score import Scorer
     from megappo.rollout.engine import RolloutEngine
     from megappo.trainer.evaluate import Evaluation
     from megappo.trainer.workers import WeightPublisher
 
-Drive = Callable[[Plan, Path, "LocalWorkerGroup", "RolloutEngine | None", "WeightPublisher"], None]
+Drive = Callable[[Plan, Path, "Data", "LocalWorkerGroup", "RolloutEngine | None", "Scorer | None", "WeightPublisher"], None]
 
 
 def train(plan: Plan) -> int:
@@ -44,9 +43,9 @@ def _run(plan: Plan, roles: list[str], drive: Drive, has_engine: bool) -> int:
     run_dir = Path(config.run.dir) / config.run.name
     if detect_launcher(config.run.launcher, os.environ) == "torchrun":
         if os.environ["RANK"] == "0":
-            _open_run_folder(run_dir, config)
+            open_run_folder(run_dir, config)
         return _rank(plan, roles, run_dir, drive, has_engine)
-    _open_run_folder(run_dir, config)
+    open_run_folder(run_dir, config)
     entry = functools.partial(_rank, plan, roles, run_dir, drive, has_engine)
     return launch_local(plan.world_size, entry, run_dir, threads=config.run.threads_per_rank, preload=_preload)
 
@@ -59,26 +58,17 @@ def _preload() -> None:
     importlib.import_module("megappo.trainer.workers")
 
 
-def _open_run_folder(run_dir: Path, config: Config) -> None:
-    """A new folder with the resolved config. One that is there already keeps its content under the next free number."""
-    if (run_dir / "config.resolved.yaml").exists():
-        number = 1
-        while (older := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-            number += 1
-        run_dir.rename(older)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
-
-
 def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive, has_engine: bool) -> int:
-    """One rank's life: join the world, build the models, then drive (rank 0) or serve."""
+    """One rank's life: join the world, load the data (rank 0), build the models, then drive (rank 0) or serve."""
     import torch
     import torch.distributed as dist
 
     from megappo.controller.local_group import LocalWorkerGroup, serve
     from megappo.controller.rendezvous import join_world
     from megappo.controller.watchdog import Watchdog
-    from megappo.parallel_state.device import backend, device, prepare_device
+    from megappo.data.load import load_data
+    from megappo.parallel_state.device import device, start_world
+    from megappo.rewards.score import Scorer
     from megappo.rollout.factory import make_engine
 
     _preload()
@@ -86,19 +76,19 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive, has_engine:
     torch.set_num_threads(config.run.threads_per_rank)
     rank, world_size, store = join_world(os.environ)
     engine: RolloutEngine | None = None
+    scorer: Scorer | None = None
     with Watchdog(store, rank, world_size, run_dir, config.run.watchdog_s) as watchdog:
         try:
             if rank == 0 and has_engine:  # first, so that the engine starts while the models load
                 engine = make_engine(config, config.model.path, log_path=run_dir / "logs" / "engine.log", device=device().type)
+            if rank == 0:  # before the models, so that a row or a reward that cannot be used ends the run at once
+                with watchdog.phase("load data"):
+                    data = load_data(config)
+                if has_engine:
+                    with watchdog.phase("load rewards"):
+                        scorer = Scorer(config.reward, run_dir / "logs" / "reward.log")
             with watchdog.phase("build models"):
-                prepare_device()
-                dist.init_process_group(
-                    backend(),
-                    store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=timedelta(hours=1),  # the watchdog ends a stuck run long before
-                )
+                start_world(store, rank, world_size)
                 from megappo.trainer.workers import build_worker
 
                 models = build_worker(plan, roles)
@@ -107,8 +97,10 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive, has_engine:
             else:
                 layouts = {role: plan.layouts[role] for role in roles}
                 with LocalWorkerGroup(layouts, models.worker, watchdog) as workers, watchdog.phase("driving the run"):
-                    drive(plan, run_dir, workers, engine, models.publisher)
+                    drive(plan, run_dir, data, workers, engine, scorer, models.publisher)
         finally:
+            if scorer is not None:
+                scorer.close()
             if engine is not None:
                 engine.close()
         dist.destroy_process_group()
@@ -116,34 +108,39 @@ def _rank(plan: Plan, roles: list[str], run_dir: Path, drive: Drive, has_engine:
 
 
 def _drive_ppo(
-    plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine | None, publisher: WeightPublisher
+    plan: Plan,
+    run_dir: Path,
+    data: Data,
+    workers: LocalWorkerGroup,
+    engine: RolloutEngine | None,
+    scorer: Scorer | None,
+    publisher: WeightPublisher,
 ) -> None:
     """The whole training run, on rank 0."""
-    from megappo.data.prompts import PromptStream
+    from megappo.data.stream import PromptStream
     from megappo.observe.progress import Progress
     from megappo.observe.rollouts import write_rollouts
     from megappo.observe.summary import summary_lines
     from megappo.observe.trackers import open_trackers
-    from megappo.rewards.load import load_reward
     from megappo.trainer.export import check_start, export_published
     from megappo.trainer.ppo import PPO, timed
     from megappo.trainer.rollout import to_rows
 
-    assert engine is not None
+    assert engine is not None and scorer is not None
     config, steps = plan.config, plan.config.trainer.steps
-    tokenizer, rows, evaluation = _data(config)
-    prompts = PromptStream(rows, config.run.seed, config.data.shuffle)
-    ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, load_reward(config.reward.function))
+    evaluation = _evaluation(config, data, scorer)
+    prompts = PromptStream(data.train, config.run.seed, config.data.shuffle, config.data.weights)
+    ppo = PPO(config, workers, engine, publisher, data.tokenizer, prompts, scorer)
     ppo.publish(version=0)
     check_start(publisher, config)
 
-    def validate(step: int) -> float:
+    def validate(step: int) -> dict[str, float]:
         assert evaluation is not None
         found = evaluation.run(engine, step)
-        write_rollouts(run_dir / "validation", step, to_rows(found.samples, found.scores))
-        return found.accuracy
+        write_rollouts(run_dir / "validation", step, found.rows())
+        return found.metrics()
 
-    before = after = validate(step=0) if evaluation else None
+    before = after = validate(step=0)["validation/accuracy"] if evaluation else None
     rewards = []
     trackers = open_trackers(run_dir, config.run.trackers)
     try:
@@ -152,10 +149,11 @@ def _drive_ppo(
                 metrics = ppo.step(step)
                 if evaluation and (step == steps or _every(step, config.trainer.validate_every)):
                     with timed(metrics, "validate"):
-                        after = metrics["validation/accuracy"] = validate(step)
+                        metrics |= validate(step)
+                    after = metrics["validation/accuracy"]
                 if _every(step, config.trainer.save_every):
                     with timed(metrics, "save"):
-                        export_published(run_dir / "checkpoints" / f"step_{step:06d}" / "actor", publisher, config)
+                        workers.call("checkpoint", "save", folder=str(run_dir / "checkpoints"), step=step)
                 write_rollouts(run_dir / "rollouts", step, to_rows(ppo.samples, ppo.scores))
                 trackers.log(step, metrics)
                 progress.update(step, metrics)
@@ -168,29 +166,28 @@ def _drive_ppo(
 
 
 def _drive_sft(
-    plan: Plan, run_dir: Path, workers: LocalWorkerGroup, engine: RolloutEngine | None, publisher: WeightPublisher
+    plan: Plan,
+    run_dir: Path,
+    data: Data,
+    workers: LocalWorkerGroup,
+    engine: RolloutEngine | None,
+    scorer: Scorer | None,
+    publisher: WeightPublisher,
 ) -> None:
     """The whole warm start, on rank 0. Without an engine nothing is evaluated."""
     from megappo.trainer.sft import warm_start
 
-    tokenizer, rows, evaluation = _data(plan.config)
-    warm_start(plan.config, workers, engine, publisher, tokenizer, rows, evaluation if engine else None)
+    evaluation = _evaluation(plan.config, data, scorer) if scorer else None
+    warm_start(plan.config, workers, engine, publisher, data.tokenizer, data.train, evaluation)
 
 
-def _data(config: Config) -> tuple[Tokenizer, list[PromptRow], Evaluation | None]:
-    """Tokenizer, training rows, and the evaluation where there are validation rows."""
-    from megappo.data.prompts import load_prompts
-    from megappo.data.tokenizer import load_tokenizer
-    from megappo.rewards.load import load_reward
+def _evaluation(config: Config, data: Data, scorer: Scorer) -> Evaluation | None:
+    """The evaluation, where there are validation rows."""
     from megappo.trainer.evaluate import Evaluation
 
-    tokenizer, seed, longest = load_tokenizer(str(config.model.tokenizer)), config.run.seed, config.rollout.max_prompt_tokens
-    rows = load_prompts(config.data.train, config.data, tokenizer, longest, seed)
-    if config.data.validation is None:
-        return tokenizer, rows, None
-    held_out = load_prompts(config.data.validation, config.data, tokenizer, longest, seed + 1)
-    held_out = held_out[: config.trainer.max_validation_rows]
-    return tokenizer, rows, Evaluation(config, held_out, tokenizer, load_reward(config.reward.function))
+    if data.validation is None:
+        return None
+    return Evaluation(config, data.validation, data.tokenizer, scorer)
 
 
 def _every(step: int, period: int) -> bool:

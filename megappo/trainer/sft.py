@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from megappo.config.schema import Config
 from megappo.controller.worker import WorkerGroup
-from megappo.data.prompts import PromptRow, PromptStream
+from megappo.data.prompts import PromptRow
+from megappo.data.stream import PromptStream
 from megappo.data.tokenizer import Tokenizer
 from megappo.errors import UserError
 from megappo.observe.progress import Progress
-from megappo.pp_weights.hf_io import write_hf_folder
+from megappo.pp_weights.hf_writer import write_hf_folder
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.batch import pad_batch
 from megappo.trainer.evaluate import Evaluation
@@ -33,7 +33,7 @@ def warm_start(
 
     With sft.max_accuracy the last state below it is written, so that something is left to learn."""
     sft = config.sft
-    prompts = PromptStream(rows, config.run.seed, config.data.shuffle)
+    prompts = PromptStream(rows, config.run.seed, config.data.shuffle, config.data.weights)
     kept: dict[str, Tensor] | None = None
     with Progress(sft.steps) as progress:
         for step in range(1, sft.steps + 1):
@@ -44,7 +44,7 @@ def warm_start(
             tensors = _publish(workers, publisher, step)
             assert publisher.buffer is not None
             engine.update_weights(publisher.buffer, verify=True)
-            accuracy = evaluation.run(engine, step).accuracy
+            accuracy = evaluation.run(engine, step, greedy_only=True).accuracy
             progress.update(step, {"loss": metrics["loss"], "accuracy": accuracy})
             too_good = sft.max_accuracy is not None and accuracy >= sft.max_accuracy
             if not too_good:
@@ -53,8 +53,9 @@ def warm_start(
                 break
         else:
             kept = None if sft.max_accuracy is None else kept
-    final: Iterable[tuple[str, Tensor]] = (kept or _publish(workers, publisher, sft.steps + 1)).items()
-    write_hf_folder(Path(sft.output), final, config_from=config.model.path)
+    final = kept or _publish(workers, publisher, sft.steps + 1)
+    dtypes = {name: tensor.dtype for name, tensor in final.items()}
+    write_hf_folder(sft.output, final.items(), dtypes, config_from=config.model.path)
 
 
 def _publish(workers: WorkerGroup, publisher: WeightPublisher, version: int) -> dict[str, Tensor]:
@@ -68,8 +69,6 @@ def _answers(rows: Sequence[PromptRow], tokenizer: Tokenizer, config: Config) ->
     responses = []
     for row in rows:
         if row.answer is None:
-            raise UserError(
-                f"{config.data.train} row {row.row_id} has no {config.data.answer_key!r}; the warm start needs answers"
-            )
+            raise UserError(f"{row.source}:{row.position} has no {config.data.answer_key!r}; the warm start needs answers")
         responses.append([*tokenizer.encode(row.answer), tokenizer.eos_ids[0]])
     return pad_batch([row.prompt_ids for row in rows], responses, tokenizer.pad_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from megappo.actor.actor import Actor, Policy
+from megappo.checkpoint.load import load_weights
+from megappo.checkpoint.save import Savable, save_step
 from megappo.config.check import Plan
 from megappo.config.schema import UpdateConfig
 from megappo.controller.colocate import ColocatedWorker, create_colocated_worker
@@ -20,11 +22,7 @@ from megappo.models.pipeline_model import PipelineModel, Trainee
 from megappo.models.shape import ModelShape
 from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.pp_weights.buffer import WeightBuffer
-from megappo.pp_weights.hf_io import HFReader, load_chunk
 from megappo.pp_weights.manager import WeightManager
-from megappo.pp_weights.mapping import chunk_pieces
-
-_HEAD_OF_ZEROS = ("score.weight",)
 
 
 class WeightPublisher:
@@ -38,6 +36,18 @@ class WeightPublisher:
     def publish(self, version: int, verify: bool) -> None:
         """Gather, normalise and pack the current weights as `version`; `verify` stamps a checksum on each tensor."""
         self.buffer = self.manager.publish(version, verify=verify)
+
+
+class CheckpointWriter:
+    """The role `checkpoint`: writes what is trained, every model with its own layout."""
+
+    def __init__(self, models: Mapping[str, Savable]) -> None:
+        self.models = models
+
+    @dispatched(Dispatch.ALL)
+    def save(self, folder: str, step: int) -> None:
+        """Write `step_000100/{role}/` into the folder, and let `latest` name it."""
+        save_step(folder, self.models, step)
 
 
 class RankProcess:
@@ -63,14 +73,17 @@ def build_worker(plan: Plan, roles: Sequence[str]) -> RankModels:
     groups = create_role_groups({role: plan.layouts[role] for role in roles}, config.run.seed)
     dtype = config.model.dtype
     targets: dict[str, Any] = {}
+    trained: dict[str, Savable] = {}
 
     chunks = _load(config.model.path, plan.shapes["actor"], groups["actor"], config.actor, dtype)
     actor_model = Trainee(chunks, groups["actor"], _batching(config.actor), config.actor.optimizer, "actor")
+    trained["actor"] = Savable(chunks, groups["actor"], config.model.path)
     targets["actor"] = Actor(actor_model, config.rollout.temperature, config.algorithm.clip_range, config.actor.entropy_coef)
 
     if "critic" in roles:
         chunks = _load(str(config.critic.path), plan.shapes["critic"], groups["critic"], config.critic, dtype)
         model = Trainee(chunks, groups["critic"], _batching(config.critic), config.critic.optimizer, "critic")
+        trained["critic"] = Savable(chunks, groups["critic"], str(config.critic.path))
         targets["critic"] = Critic(model, config.critic.value_clip_range)
     if "reference" in roles:
         chunks = _load(str(config.reference.path), plan.shapes["reference"], groups["reference"], config.reference, dtype)
@@ -89,6 +102,7 @@ def build_worker(plan: Plan, roles: Sequence[str]) -> RankModels:
             alignment_bytes=config.pp_weights.alignment_bytes,
         )
     targets["weights"] = publisher = WeightPublisher(manager)
+    targets["checkpoint"] = CheckpointWriter(trained)
     targets["process"] = RankProcess()
     groups["weights"] = groups["actor"]
 
@@ -98,9 +112,9 @@ def build_worker(plan: Plan, roles: Sequence[str]) -> RankModels:
     return RankModels(create_colocated_worker(targets, activate), publisher)
 
 
-def _load(folder: str, shape: ModelShape, groups: RoleGroups, section: Any, dtype: str) -> list[GPTChunk]:
-    """This rank's chunks, filled with its own slices of the folder's tensors."""
-    with groups.active(), HFReader(folder) as reader:
+def _load(path: str, shape: ModelShape, groups: RoleGroups, section: Any, dtype: str) -> list[GPTChunk]:
+    """This rank's chunks, filled from a Hugging Face folder or a checkpoint."""
+    with groups.active():
         chunks = build_chunks(
             shape,
             groups,
@@ -108,10 +122,7 @@ def _load(folder: str, shape: ModelShape, groups: RoleGroups, section: Any, dtyp
             sequence_parallel=section.parallel.sequence_parallel,
             recompute=getattr(section, "recompute", False),
         )
-        reader.check(shape, absent_as_zeros=_HEAD_OF_ZEROS)
-        for number, chunk in enumerate(chunks):
-            pieces = chunk_pieces(shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, number)
-            load_chunk(reader, pieces, dict(chunk.named_parameters()), absent_as_zeros=_HEAD_OF_ZEROS)
+    load_weights(path, chunks, groups)
     return chunks
 
 

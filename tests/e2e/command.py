@@ -57,6 +57,10 @@ class Ended:
     def rollouts(self, step: int, folder: str = "rollouts") -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.rollouts_bytes(step, folder).splitlines()]
 
+    def greedy(self, step: int) -> list[dict[str, Any]]:
+        """The greedy rows of a validation."""
+        return [row for row in self.rollouts(step, "validation") if row["temperature"] == 0]
+
     def rollouts_bytes(self, step: int, folder: str = "rollouts") -> bytes:
         return (self.run_dir / folder / f"step_{step:06d}.jsonl").read_bytes()
 
@@ -142,10 +146,13 @@ class Scene:
         env: Mapping[str, str] | None = None,
     ) -> Running:
         """`megappo COMMAND CONFIG run.name=NAME ...`, started in the folder."""
+        arguments = [*program, command, config, f"run.name={name}", f"run.dir={runs}", *overrides]
+        return self._start(arguments, self.folder / runs / name, env)
+
+    def _start(self, arguments: Sequence[str], run_dir: Path, env: Mapping[str, str] | None = None) -> Running:
         mark = uuid.uuid4().hex
         environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHERS}
         environment |= {"PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
-        arguments = [*program, command, config, f"run.name={name}", f"run.dir={runs}", *overrides]
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -155,7 +162,13 @@ class Scene:
             stderr=subprocess.PIPE,
             text=True,
         )
-        return Running(process, self.folder / runs / name, mark)
+        return Running(process, run_dir, mark)
+
+    def call(self, *arguments: str, program: Sequence[str] = ("-m", "megappo"), expect: int = 0) -> Ended:
+        """`megappo ARGUMENTS`, of a command that has no config, to its end."""
+        ended = self._start([*program, *arguments], self.folder).ended()
+        assert ended.code == expect, f"exit code {ended.code}\n{ended.stdout}\n{ended.stderr}"
+        return ended
 
     def run(self, name: str, *overrides: str, expect: int = 0, **options: Any) -> Ended:
         """Run the command to its end, which must be the exit code `expect`."""

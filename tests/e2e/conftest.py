@@ -30,7 +30,8 @@ critic:
   mini_batch_size: 8
   micro_batch_size: 2
   optimizer: {lr: 0.001}
-trainer: {steps: 3, batch_size: 16, validate_every: 1, save_every: 1, max_validation_rows: 12}
+trainer: {steps: 3, batch_size: 16, validate_every: 1, save_every: 1}
+eval: {max_rows: 12, samples: 2, pass_score: 0.5}
 run: {watchdog_s: 30}
 """
 
@@ -45,6 +46,20 @@ def fails_at_step_2(prompt, response, answer, row, calls=[]):
     if len(calls) > 16:
         raise ZeroDivisionError("no score for you")
     return 0.5
+
+
+def hangs_at_step_2(prompt, response, answer, row, calls=[]):
+    calls.append(prompt)
+    while len(calls) > 8:
+        pass
+    return 0.5
+
+
+def hangs_for_a_third(prompt, response, answer, row):
+    print("scoring", prompt[-6:])
+    while int(answer) % 3 == 0:
+        pass
+    return len(response)
 '''
 
 

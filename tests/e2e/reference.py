@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megappo.checkpoint.convert import export_model
+from megappo.models.shape import checkpoint_folder
 
-def load(folder: Path) -> Any:
+
+def load(path: Path) -> Any:
+    """transformers' model of a Hugging Face folder, or of what a checkpoint is exported to."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = path
+        if checkpoint_folder(path) is not None:
+            folder = Path(temporary) / "exported"
+            export_model(str(path), str(folder), [])
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def check_greedy(folder: Path, rows: list[dict[str, Any]], max_new_tokens: int, eos: int) -> None:

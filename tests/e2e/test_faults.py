@@ -9,12 +9,13 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from megappo.observe.metrics import METRICS
 from tests.e2e.command import Ended, Running, Scene, send
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.distributed]
 
 WATCHDOG_S = 30
-HF = ("rollout.engine=hf", "actor.parallel={pp: 2}", "trainer.batch_size=8", "trainer.max_validation_rows=4")
+HF = ("rollout.engine=hf", "actor.parallel={pp: 2}", "trainer.batch_size=8", "eval.max_rows=4")
 ENDLESS = ("trainer.steps=100000", "trainer.validate_every=0", "trainer.save_every=0")
 
 
@@ -91,6 +92,15 @@ def test_ctrl_c_ends_the_run_and_keeps_the_metrics_of_every_step(scene: Scene) -
     assert len(list((ended.run_dir / "rollouts").glob("step_*.jsonl"))) in (len(steps), len(steps) + 1)
 
 
+def test_a_bad_line_ends_all_ranks_before_the_models_are_built(scene: Scene) -> None:
+    (scene.folder / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n{"prompt":\n')
+    ended = scene.run("bad_line", *HF, "data.train=broken.jsonl", expect=2)
+    assert ended.stderr.splitlines() == [ended.message]
+    assert ended.message.startswith("broken.jsonl:3: not valid JSON (")
+    assert (ended.failure["rank"], ended.failure["phase"]) == (0, "load data")
+    assert ended.stdout == ""
+
+
 def test_a_reward_that_raises_at_step_2_is_the_message(scene: Scene) -> None:
     ended = scene.run(
         "reward_raises",
@@ -102,9 +112,70 @@ def test_a_reward_that_raises_at_step_2_is_the_message(scene: Scene) -> None:
         "reward.function=reward.py:fails_at_step_2",
         expect=1,
     )
-    assert "reward.function='reward.py:fails_at_step_2' raised ZeroDivisionError: no score for you for step 2 sample 0" in (
-        ended.message
+    assert (
+        "reward.function='reward.py:fails_at_step_2' raised ZeroDivisionError: no score for you (reward.py line " in ended.message
     )
+    assert " for step 2 sample 0 (row " in ended.message
     assert ended.message.startswith("rank 0 (host ")
     assert ended.failure["rank"] == 0
     assert ended.column("step") == [1]
+
+
+NO_VALIDATION = ("trainer.validate_every=0", "data.validation=null", "trainer.save_every=0")
+
+
+def test_a_reward_that_hangs_is_the_message(scene: Scene) -> None:
+    hangs = ("reward.function=reward.py:hangs_at_step_2", "reward.timeout_s=0.5")
+    ended = scene.run("reward_hangs", *HF, *NO_VALIDATION, "trainer.steps=3", *hangs, expect=1)
+    assert ended.message.startswith("rank 0 (host ")
+    assert (
+        "reward.function='reward.py:hangs_at_step_2' took longer than reward.timeout_s=0.5 for step 2 sample 0" in ended.message
+    )
+    assert ended.column("step") == [1]
+
+
+def test_samples_whose_reward_hangs_are_skipped_and_counted(scene: Scene) -> None:
+    parts = "[{function: reward.py:share_of_even_digits}, {function: reward.py:hangs_for_a_third, weight: 0.5, name: length}]"
+    policy = ("reward.on_error=skip_sample", "reward.timeout_s=0.5", "reward.workers=2")
+    policy += ("reward.function=exact_match", f"reward.parts={parts}")  # the scene's config has a function
+    ended = scene.run("reward_skips", *HF, *NO_VALIDATION, "trainer.steps=2", *policy)
+    named = {"reward/part/share_of_even_digits", "reward/part/length"}
+    for step, metrics in enumerate(ended.metrics, start=1):
+        rows = ended.rollouts(step)
+        kept = [row for row in rows if not row["skipped"]]
+        assert [row["skipped"] for row in rows] == [int(row["answer"]) % 3 == 0 for row in rows]
+        assert 0 < len(kept) < 8
+        assert metrics["reward/skipped"] == metrics["reward/failed"] == 8 - len(kept)
+        for row in kept:
+            of = row["reward_parts"]
+            assert of["length"] == len(row["response"])
+            assert row["reward"] == pytest.approx(of["share_of_even_digits"] + 0.5 * of["length"])
+        assert all(row["reward"] is None and row["reward_parts"]["length"] is None for row in rows if row["skipped"])
+        for key, values in {
+            "reward/mean": [row["reward"] for row in kept],
+            "reward/part/length": [row["reward_parts"]["length"] for row in kept],
+        }.items():
+            assert metrics[key] == pytest.approx(sum(values) / len(kept))
+        assert metrics.keys() - METRICS.keys() == {"step"} | named
+        assert sum(f"for step {step} sample" in line for line in ended.stderr.splitlines()) <= 3
+    assert "scoring" in (ended.run_dir / "logs" / "reward.log").read_text()
+    assert "scoring" not in ended.stderr
+
+
+def test_a_killed_driver_takes_its_reward_workers_with_it(scene: Scene) -> None:
+    hangs = ("reward.function=reward.py:hangs_at_step_2", "reward.timeout_s=1000")
+    running = scene.start("kill_with_reward", *HF, *ENDLESS, "data.validation=null", *hangs)
+    ended, pid = break_in_step_2(running, lambda: running.ranks()[0], signal.SIGKILL)
+    assert ended.code == 1
+    assert f"pid {pid}) was ended by SIGKILL" in ended.message
+
+
+def test_a_reward_file_that_cannot_be_imported_ends_the_run_before_the_models_are_built(scene: Scene) -> None:
+    (scene.folder / "broken.py").write_text("import no_such_package\n\ndef score(*_): return 1\n")
+    ended = scene.run("reward_broken", *HF, "reward.function=broken.py:score", expect=2)
+    assert ended.message == (
+        "reward.function='broken.py:score': importing the file raised ModuleNotFoundError: No module named 'no_such_package'; "
+        "mend 'broken.py'"
+    )
+    assert (ended.failure["rank"], ended.failure["phase"]) == (0, "load rewards")
+    assert ended.stdout == ""

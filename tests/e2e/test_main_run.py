@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megappo.checkpoint.source import hf_tensors
 from megappo.config.load import load_config
 from megappo.config.resolve import resolve
 from megappo.data.tokenizer import load_tokenizer
@@ -26,22 +27,38 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.distributed]
 
 EOS, TOKENIZER_SIZE = 2, 16
 FIELDS = {"sample_id", "prompt_ids", "response_ids", "logprobs", "weight_version", "finish_reason", "reward"}
-TEXTS = {"prompt", "response"}
+FIELDS |= {"reward_parts", "skipped"}
+ROW_FIELDS = {"row_id", "id", "source", "position"}
+TEXTS = {"prompt", "response", "answer", "temperature"}
 
 
 def weights_of_version(scene: Scene, run: Ended, version: int) -> Path:
-    """The folder that holds a version: the model that the run started from, then what it saved."""
+    """The path of a version: the model that the run started from, then what it saved."""
     return run.run_dir / "checkpoints" / f"step_{version:06d}" / "actor" if version else scene.folder / "model"
 
 
 def test_the_last_lines_are_the_summary_of_what_was_measured(main_run: Ended) -> None:
     rewards = main_run.column("reward/mean")
-    held_out = [sum(row["reward"] for row in main_run.rollouts(step, "validation")) / 12 for step in (0, 3)]
+    held_out = [sum(row["reward"] for row in main_run.greedy(step)) / 12 for step in (0, 3)]
     assert main_run.stdout.splitlines()[-2:] == [
         f"mean reward: {rewards[0]:.2f} -> {rewards[2]:.2f}",
         f"held-out accuracy: {held_out[0]:.2f} -> {held_out[1]:.2f}",
     ]
     assert main_run.column("validation/accuracy")[2] == pytest.approx(held_out[1])
+
+
+def test_validation_also_samples_each_row(main_run: Ended) -> None:
+    for step in (0, 1, 2, 3):
+        rows = main_run.rollouts(step, "validation")
+        sampled = [row for row in rows if row["temperature"] == 1.0]
+        assert [row["row_id"] for row in main_run.greedy(step)] == list(range(12))
+        assert [row["row_id"] for row in sampled] == [i for i in range(12) for _ in range(2)]
+        assert [row["sample_id"] for row in rows] == list(range(36))
+        if step:
+            rewards = [row["reward"] for row in sampled]
+            assert main_run.metrics[step - 1]["validation/avg_at_k"] == pytest.approx(sum(rewards) / 24)
+            passed = [max(rewards[i : i + 2]) >= 0.5 for i in range(0, 24, 2)]
+            assert main_run.metrics[step - 1]["validation/pass_at_k"] == pytest.approx(sum(passed) / 12)
 
 
 def test_one_line_a_step_where_there_is_no_terminal(main_run: Ended) -> None:
@@ -80,8 +97,9 @@ def test_rollouts_hold_what_the_engine_gave(scene: Scene, main_run: Ended) -> No
         rows = main_run.rollouts(step)
         assert [row["sample_id"] for row in rows] == list(range(16))
         for row in rows:
-            assert row.keys() == FIELDS | TEXTS
+            assert row.keys() == FIELDS | ROW_FIELDS | TEXTS
             assert row["weight_version"] == step - 1
+            assert row["id"] == f"{row['source']}:{row['position']}" and row["position"] == row["row_id"] + 1
             assert row["prompt_ids"] == tokenizer.encode(row["prompt"])
             assert 1 <= len(row["response_ids"]) == len(row["logprobs"]) <= 6
             assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == EOS else "length")
@@ -103,7 +121,7 @@ def test_vllms_greedy_equals_transformers_after_every_publish(scene: Scene, main
     """The same prompts at each version, half of them long: neither weights nor cached keys of an older version may be met."""
     answers = []
     for version in (0, 1, 2, 3):
-        rows = main_run.rollouts(version, "validation")
+        rows = main_run.greedy(version)
         assert {row["weight_version"] for row in rows} == {version}
         assert max(len(row["prompt_ids"]) for row in rows) > 128
         check_greedy(weights_of_version(scene, main_run, version), rows, max_new_tokens=6, eos=EOS)
@@ -113,7 +131,7 @@ def test_vllms_greedy_equals_transformers_after_every_publish(scene: Scene, main
 
 def test_the_final_folder_is_the_last_version_with_config_and_tokenizer(scene: Scene, main_run: Ended) -> None:
     final = load_file(main_run.run_dir / "final" / "model.safetensors")
-    last = load_file(weights_of_version(scene, main_run, 3) / "model.safetensors")
+    last = dict(hf_tensors(weights_of_version(scene, main_run, 3)))
     first = load_file(scene.folder / "model" / "model.safetensors")
     assert final.keys() == last.keys() == first.keys()
     assert all(torch.equal(final[name], last[name]) for name in final)
@@ -134,7 +152,7 @@ print(json.dumps([list(found.outputs[0].token_ids) for found in llm.generate(pro
 
 
 def test_vllm_loads_the_final_folder_by_itself(main_run: Ended) -> None:
-    rows = main_run.rollouts(3, "validation")
+    rows = main_run.greedy(3)
     done = subprocess.run(
         [sys.executable, "-c", VLLM, str(main_run.run_dir / "final")],
         input=json.dumps([row["prompt_ids"] for row in rows]),
@@ -170,6 +188,8 @@ def test_a_run_of_the_resolved_config_is_the_same_run_bit_for_bit(scene: Scene, 
 def test_a_run_leaves_only_what_is_documented_in_its_folder(main_run: Ended) -> None:
     names = {path.name for path in main_run.run_dir.iterdir()}
     assert names == {"config.resolved.yaml", "metrics.jsonl", "rollouts", "validation", "checkpoints", "logs", "final"}
-    assert {path.name for path in (main_run.run_dir / "logs").iterdir()} == {"rank_00000.log", "rank_00001.log", "engine.log"}
+    assert {path.name for path in (main_run.run_dir / "logs").iterdir()} == {
+        *("rank_00000.log", "rank_00001.log", "engine.log", "reward.log")
+    }
     assert not list(main_run.run_dir.rglob("*.partial"))
     assert ROOT not in main_run.run_dir.parents

@@ -21,7 +21,7 @@ sys.exit(code)
         ("actor.optimizer.learning_rate=1", "actor.optimizer.learning_rate is not a key; did you mean actor.optimizer.lr?"),
         ("actor.parallel.pp=3", "actor.parallel.pp=3 does not divide num_layers=4; use 1, 2 or 4"),
         ("model.path=no/such/model", "model.path='no/such/model'"),
-        ("data.train=no_such.jsonl", "data.train='no_such.jsonl' is not a file; give a JSONL file"),
+        ("data.train=no_such.jsonl", "data.train='no_such.jsonl' does not exist; give a .jsonl or"),
     ],
     ids=["unknown key", "pp does not divide", "no model", "no data"],
 )

@@ -17,7 +17,7 @@ from tests.e2e.reference import check_greedy, load
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 HF = ("rollout.engine=hf", "actor.parallel={pp: 2}", "data.shuffle=false", "trainer.steps=2", "trainer.batch_size=8")
-HF += ("trainer.max_validation_rows=4",)
+HF += ("eval.max_rows=4",)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megappo")
 
 
@@ -34,7 +34,7 @@ def test_a_run_without_vllm_keeps_the_same_promises(hf_runs: tuple[Ended, Ended]
     assert 0 < max(run.column("rollout/logprob_diff_max")) <= 1e-3
     for step in (1, 2):
         folder = run.run_dir / "checkpoints" / f"step_{step:06d}" / "actor"
-        check_greedy(folder, run.rollouts(step, "validation"), max_new_tokens=6, eos=2)
+        check_greedy(folder, run.greedy(step), max_new_tokens=6, eos=2)
 
 
 def test_a_second_run_of_a_name_keeps_the_older_folder_aside(hf_runs: tuple[Ended, Ended]) -> None:

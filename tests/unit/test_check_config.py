@@ -225,7 +225,7 @@ class TestValues:
             "rollout.logprob_tolerance=0",
             "trainer.steps=0",
             "trainer.save_every=-1",
-            "trainer.max_validation_rows=0",
+            "eval.max_rows=0",
             "pp_weights.verify_every=-1",
             "pp_weights.alignment_bytes=8",
             "pp_weights.alignment_bytes=48",
@@ -267,9 +267,7 @@ class TestRollout:
         for tp in (1, 2, 4):
             check(*four, f"rollout.tp={tp}")
         (error,) = problems(*four, "rollout.tp=3")
-        assert error == (
-            "rollout.tp=3 must divide num_heads=8 and fit num_kv_heads=4; use 1 or 2 or 4 or 8"
-        )
+        assert error == ("rollout.tp=3 must divide num_heads=8 and fit num_kv_heads=4; use 1 or 2 or 4 or 8")
 
     def test_only_vllm_is_tensor_parallel(self) -> None:
         (error,) = problems("actor.parallel.pp=2", "rollout.tp=2")
@@ -349,9 +347,40 @@ class TestFiles:
         (here / "empty.jsonl").touch()
         errors = problems("data.train=nowhere.jsonl", "data.validation=empty.jsonl")
         assert [error.split(";")[0] for error in errors] == [
-            "data.train='nowhere.jsonl' is not a file",
-            "data.validation='empty.jsonl' is empty",
+            "data.train='nowhere.jsonl' does not exist",
+            "data.validation='empty.jsonl' is an empty file",
         ]
+
+    def test_every_source_must_be_one_and_be_named_once(self, here: Path) -> None:
+        (here / "rows.csv").write_text("prompt\n")
+        (here / "folder").mkdir()
+        errors = problems("data.train=[t.jsonl,rows.csv,t.jsonl,'reasoning_gym:']", "data.validation=[folder,t.jsonl]")
+        assert [error.split(";")[0] for error in errors] == [
+            "data.train names 't.jsonl' 2 times",
+            "data.train='rows.csv' is of no known kind",
+            "data.train='reasoning_gym:' names no task",
+            "data.validation='folder' is a folder with neither .parquet files nor a saved dataset in it",
+        ]
+        (error,) = problems("data.train=[]")
+        assert error == "data.train=[] names no source; give at least one"
+
+    def test_weights_are_one_for_each_of_several_sources(self, here: Path) -> None:
+        (here / "u.jsonl").write_text('{"prompt": "1+1="}\n')
+        assert check("data.train=[t.jsonl,u.jsonl]", "data.weights=[3,0.5]").config.data.weights == (3, 0.5)
+        for train, weights, message in [
+            ("t.jsonl", "[1]", "data.weights=[1] has no effect on the one source of data.train"),
+            ("[t.jsonl,u.jsonl]", "[1]", "data.weights=[1] has 1 values, but data.train names 2 sources"),
+            ("[t.jsonl,u.jsonl]", "[1,1,1]", "data.weights=[1, 1, 1] has 3 values, but data.train names 2 sources"),
+            ("[t.jsonl,u.jsonl]", "[1,0]", "data.weights=[1, 0] must be greater than 0 throughout"),
+            ("[t.jsonl,u.jsonl]", "[1,-0.5]", "data.weights=[1, -0.5] must be greater than 0 throughout"),
+        ]:
+            (error,) = problems(f"data.train={train}", f"data.weights={weights}")
+            assert error.startswith(message)
+
+    def test_the_reward_of_generated_tasks_scores_no_other_source(self, here: Path) -> None:
+        check("data.train=[reasoning_gym:chain_sum,reasoning_gym:basic_arithmetic]", "reward.function=reasoning_gym")
+        (error,) = problems("data.train=[reasoning_gym:chain_sum,t.jsonl]", "reward.function=reasoning_gym")
+        assert error.endswith("scores reasoning_gym:TASK only, not data.train=t.jsonl")
 
     def test_options_of_data_without_effect_are_refused(self, here: Path) -> None:
         for override in ("trainer.validate_every=5", "data.system_prompt=hello", "data.task_options={a: 1}"):
@@ -368,7 +397,7 @@ class TestFiles:
         check("reward.function=mine.py:also")
         for name, message in {
             "exact_mach": "did you mean exact_match?",
-            "nothing": "use one of exact_match",
+            "nothing": "use one of exact_match, last_number, math, reasoning_gym",
             "mine.py:other": "mine.py defines no 'other'; it has score, also",
             "mine.py": "neither a built-in reward nor path/to/file.py:function",
             "nowhere.py:score": "the file 'nowhere.py' does not exist",
@@ -377,6 +406,35 @@ class TestFiles:
         }.items():
             (error,) = problems(f"reward.function={name}")
             assert message in error
+
+    def test_parts_of_a_reward_are_looked_for_one_by_one(self, here: Path) -> None:
+        (here / "mine.py").write_text("def score(prompt, response, answer, row): return 1.0\n")
+        check("reward.parts=[{function: mine.py:score, weight: -1}, {function: last_number, weight: 0}]")
+        for parts, message in {
+            "[{function: mine.py:scor}]": "reward.parts[0].function='mine.py:scor': mine.py defines no 'scor'; it has score",
+            "[{function: last_number}, {function: math_}]": "reward.parts[1].function='math_' is neither",
+            "[{function: last_number}, {function: mine.py:score, name: last_number}]": (
+                "reward.parts[1].name='last_number' is the name of an earlier part, too; give one of them another name"
+            ),
+            "[{function: last_number, name: a/b}]": "reward.parts[0].name='a/b' becomes part of a metric's name",
+        }.items():
+            (error,) = problems(f"reward.parts={parts}")
+            assert error.startswith(message)
+        (error,) = problems("reward.parts=[{function: exact_match}]", "reward.function=last_number")
+        assert error == "reward.function='last_number' has no effect beside reward.parts; remove it or make it one of the parts"
+
+    def test_what_a_reward_needs_must_be_installed(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("megappo.config.check_files.find_spec", lambda name: None)
+        (error,) = problems("reward.function=math")
+        assert error.startswith(
+            "reward.function='math' needs the package math_verify, which is not installed; install megappo with"
+        )
+
+    def test_limits_of_rewards(self, here: Path) -> None:
+        assert problems("reward.timeout_s=0", "reward.workers=0") == [
+            "reward.workers=0 must be at least 1",
+            "reward.timeout_s=0.0 must be more than 0",
+        ]
 
     def test_all_problems_are_listed_at_once(self, here: Path) -> None:
         errors = problems("actor.parallel.pp=3", "rollout.temperature=0", "data.train=nowhere", "critic.epochs=0", "run.name=a/b")

@@ -12,7 +12,7 @@ from megappo.config.convert import all_keys
 from megappo.config.load import dump_config, load_config
 from megappo.config.nearest import nearest_key
 from megappo.config.resolve import resolve
-from megappo.config.schema import Config
+from megappo.config.schema import Config, RewardPart
 from megappo.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -77,8 +77,59 @@ def test_relative_paths_stay_relative_to_the_current_directory(load) -> None:
     assert load(BASE, "data.train=some/where.jsonl").data.train == "some/where.jsonl"
 
 
+def test_a_key_for_one_or_several_takes_a_string_or_a_list(load, errors_of) -> None:
+    assert load("model: {path: m}\ndata: {train: [a.jsonl, b]}\n").data.train == ("a.jsonl", "b")
+    assert load(BASE, "data.train=[a.jsonl,b]", "data.validation=c").data.train == ("a.jsonl", "b")
+    assert load(BASE, "data.train=[a]", "data.validation=007").data.validation == "007"
+    assert load(BASE, "data.validation=[a]", "data.validation=null").data.validation is None
+    config = load(BASE, "data.train=[a,b]", "data.weights=[1,0.5]")
+    assert load(dump_config(config)) == config
+    (error, _) = errors_of(BASE, "data.train=[a,5]")
+    assert error == "data.train=['a', 5] is a list; give a string or a list of values, each a string"
+
+
+def test_a_list_of_sections_comes_from_a_file_or_an_override(load, errors_of) -> None:
+    text = BASE + "reward:\n  parts:\n    - {function: exact_match}\n    - {function: a.py:f, weight: 2, name: style}\n"
+    assert load(text).reward.parts == (RewardPart("exact_match", 1.0, None), RewardPart("a.py:f", 2.0, "style"))
+    config = load(text, "reward.parts=[{function: last_number, weight: 0.5}]")
+    assert config.reward.parts == (RewardPart("last_number", 0.5, None),)
+    assert isinstance(config.reward.parts[0].weight, float)
+    assert load(dump_config(config)) == config
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            "[{function: a}, {function: b, wieght: 2}]",
+            "reward.parts[1].wieght is not a key; did you mean reward.parts[1].weight?",
+        ),
+        ("[{function: a, colour: 2}]", "reward.parts[0].colour is not a key; reward.parts[0] knows function, weight, name"),
+        ("[{function: a, weight: x}]", "reward.parts[0].weight='x' is a string; give a finite number, e.g. 1.0"),
+        ("[{weight: 2}]", "reward.parts[0].function is mandatory and not set; add it"),
+        (
+            "[exact_match]",
+            "reward.parts[0]='exact_match' is a string; reward.parts[0] is a section: give its keys, e.g. {function: VALUE}",
+        ),
+        ("exact_match", "reward.parts='exact_match' is a string; give a list of sections"),
+    ],
+)
+def test_a_misfit_in_a_list_of_sections_is_named_with_its_place(errors_of, parts: str, message: str) -> None:
+    assert errors_of(BASE, f"reward.parts={parts}") == [message]
+
+
+@pytest.mark.parametrize("override", ["reward.parts={function: a}", "reward.parts.0.weight=2", "run.trackers={a: 1}"])
+def test_a_section_in_place_of_a_list_is_refused(errors_of, override: str) -> None:
+    (error,) = errors_of(BASE, override)
+    assert error.startswith(f"{override}: a section stands where a list belongs")
+    (error,) = errors_of(BASE + "reward: {parts: {function: a}}")
+    assert "config.yaml: a section stands where a list belongs" in error
+
+
 def test_a_string_key_takes_an_override_as_it_was_typed(load) -> None:
-    config = load(BASE, "run.name=007", "data.system_prompt=a: [b", "model.tokenizer=null")
+    config = load(BASE, "run.name=007", "data.system_prompt=a: [b", "model.tokenizer=null", "run.dir=[a]")
+    assert config.run.dir == "[a]"
     assert config.run.name == "007"
     assert config.data.system_prompt == "a: [b"
     assert config.model.tokenizer == "m"

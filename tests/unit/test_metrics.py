@@ -69,14 +69,22 @@ def test_times_and_speeds_are_the_only_keys_that_may_differ_between_equal_runs()
 def row(**changes: object) -> RolloutRow:
     values: dict[str, object] = {
         "sample_id": 7,
+        "row_id": 4,
+        "id": "sum-4",
+        "source": "sums.jsonl",
+        "position": 5,
         "prompt_ids": (1, 2),
         "response_ids": (3, 4, 5),
         "logprobs": (-0.5, -1.0, -0.25),
         "weight_version": 3,
         "finish_reason": "stop",
         "reward": 1.0,
+        "reward_parts": {"style": 0.25, "length": float("nan")},
+        "skipped": False,
+        "temperature": 1.0,
         "prompt": "1+1=",
         "response": "2\n",
+        "answer": "2",
     }
     return RolloutRow(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -87,14 +95,22 @@ def test_a_dump_has_one_row_a_sample(tmp_path: Path) -> None:
     first, second = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     assert first == {
         "sample_id": 7,
+        "row_id": 4,
+        "id": "sum-4",
+        "source": "sums.jsonl",
+        "position": 5,
         "prompt_ids": [1, 2],
         "response_ids": [3, 4, 5],
         "logprobs": [-0.5, -1.0, -0.25],
         "weight_version": 3,
         "finish_reason": "stop",
         "reward": 1.0,
+        "reward_parts": {"style": 0.25, "length": None},
+        "skipped": False,
+        "temperature": 1.0,
         "prompt": "1+1=",
         "response": "2\n",
+        "answer": "2",
     }
     assert (second["response"], second["reward"]) == ("ü\u2028", None)
 

@@ -1,0 +1,75 @@
+"""Is every key of the config obeyed? What no command ever reads outside of its own checks has no effect, and must go."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from megappo.config import schema
+from tests.e2e.command import Scene
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.vllm]
+
+# Runs the command, and notes in a file each field of the schema that code outside of megappo.config reads, in any process.
+# (check_layouts counts: it makes the layouts that a run uses.)
+RECORDING = """
+import os, sys
+from dataclasses import is_dataclass
+from megappo.config import schema
+
+file, *sys.argv[1:] = sys.argv[1:]
+notes = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+seen = set()
+
+def recording(cls):
+    plain = cls.__getattribute__
+    def read(self, name):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        checks = caller.startswith(("megappo.config", "dataclasses", "__main__")) and caller != "megappo.config.check_layouts"
+        if (cls, name) not in seen and not checks:
+            seen.add((cls, name))
+            os.write(notes, f"{type(self).__name__}.{name}\\n".encode())
+        return plain(self, name)
+    cls.__getattribute__ = read
+
+for item in vars(schema).values():
+    if is_dataclass(item) and "__getattribute__" not in vars(item):
+        recording(item)
+
+if __name__ == "__main__":
+    from megappo.cli import main
+    sys.exit(main())
+"""
+DECIDED_BY_THE_CHECKS = {  # read where the config is checked or resolved, which settles them
+    "AlgorithmConfig.name",  # one choice so far
+    "AlgorithmConfig.loss_aggregation",  # one choice so far
+    "WeightsConfig.mode",  # one choice so far
+}
+
+
+def all_fields() -> set[str]:
+    """Class.field of every leaf of the schema; a class that extends another has the inherited fields, too."""
+    sections = [item for item in vars(schema).values() if is_dataclass(item) and item not in (schema.Config, schema.UpdateConfig)]
+    return {f"{section.__name__}.{field.name}" for section in sections for field in fields(section)} & {
+        f"{section.__name__}.{name}" for section in sections for name in get_type_hints(section)
+    }
+
+
+def test_every_key_is_read_by_some_command(scene: Scene, tmp_path: Path) -> None:
+    notes = tmp_path / "read.txt"
+    program = ("-c", RECORDING, str(notes))
+    parts = "reward.parts=[{function: 'reward.py:share_of_even_digits', weight: 2.0, name: even}]"
+    short = ("trainer.steps=2", "actor.parallel={pp: 1, vpp: 1}", "eval.max_rows=2", "data.overlong=truncate_left")
+    short += ("rollout.max_prompt_tokens=100",)
+    scene.run("read", *short, "reward.function=exact_match", parts, program=program)
+    hf = ("rollout.engine=hf", "actor.parallel={pp: 1, vpp: 1}")
+    scene.run(
+        "read-sft", *hf, "sft={steps: 2, batch_size: 4, evaluate_every: 1, output: warm-read}", command="sft", program=program
+    )
+    task = ("data.validation=reasoning_gym:chain_sum", "data.task_size=2", "data.task_options={max_terms: 2}")
+    scene.run("read-eval", *hf, *task, command="eval", program=program)
+    unread = all_fields() - set(notes.read_text().split()) - DECIDED_BY_THE_CHECKS
+    assert sorted(unread) == []

@@ -1,0 +1,126 @@
+"""What does the driver make of a step in which rewards fail? `PPO` over workers, engine and scorer that only take notes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megappo.config.resolve import resolve
+from megappo.config.schema import ActorConfig, AlgorithmConfig, Config, CriticConfig, TrainerConfig
+from megappo.data.prompts import PromptRow
+from megappo.rewards.score import Scores
+from megappo.rollout.engine import Completion
+from megappo.trainer.ppo import PPO
+from megappo.trainer.rollout import to_rows
+
+RESPONSES = [(5, 6, 2), (7, 2), (8, 9, 4, 2), (3, 2)]  # of samples 0 to 3
+SCORES = (1.0, -50.0, 0.5, 70.0)
+
+
+class Workers:
+    """Log-probs are -id / 10 and values id / 5; updates are kept."""
+
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.updates: dict[str, list[dict[str, Tensor]]] = {"actor": [], "critic": []}
+
+    def call(self, role: str, method: str, /, tensors: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
+        if method == "update":
+            assert tensors is not None
+            self.updates[role].append(tensors)
+            return {}, {"loss": 1.0}
+        if method in ("compute_log_probs", "compute_values"):
+            assert tensors is not None
+            mask = tensors["response_mask"]
+            ids = tensors["input_ids"][:, -mask.shape[1] :] * mask
+            return {"log_probs": -ids / 10, "values": ids / 5}, {}
+        return [1.0]
+
+    def close(self) -> None: ...
+
+
+def step(samples: Sequence[int], skipped: Sequence[int] = (), mini_batch_size: int = 2) -> tuple[PPO, dict[str, float], Workers]:
+    """One step on these samples, of which some are skipped (numbers as in RESPONSES)."""
+    rows = [PromptRow(i, (i + 10,) * (i + 1), "p", "1", id=f"row {i}") for i in samples]
+    answers = [Completion(RESPONSES[i], tuple(-t / 10 for t in RESPONSES[i]), "stop" if i else "length", 0) for i in samples]
+    is_skipped = tuple(i in skipped for i in samples)
+    scores = Scores(
+        tuple(0.0 if bad else SCORES[i] for i, bad in zip(samples, is_skipped, strict=True)),
+        is_skipped,
+        is_skipped,
+        {"half": tuple(math.nan if bad else SCORES[i] / 2 for i, bad in zip(samples, is_skipped, strict=True))},
+    )
+    config = resolve(
+        Config(
+            actor=ActorConfig(mini_batch_size=mini_batch_size),
+            critic=CriticConfig(mini_batch_size=mini_batch_size),
+            algorithm=AlgorithmConfig(kl_coef=0.1),
+            trainer=TrainerConfig(batch_size=len(samples)),
+        )
+    )
+    workers = Workers()
+    engine = SimpleNamespace(generate=lambda *_: answers, update_weights=lambda *_: None, weight_version=1)
+    publisher = SimpleNamespace(buffer=SimpleNamespace(manifest=SimpleNamespace(total_bytes=1)))
+    tokenizer: Any = SimpleNamespace(eos_ids=(2,), pad_id=0, decode=lambda ids: " ".join(map(str, ids)))
+    prompts: Any = SimpleNamespace(next_batch=lambda n: rows)
+    scorer: Any = SimpleNamespace(score=lambda requests: scores)
+    ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, scorer)  # type: ignore[arg-type]
+    return ppo, ppo.step(1), workers
+
+
+def by_sample(workers: Workers, role: str, column: str) -> dict[int, list[float]]:
+    """{first prompt id: the column at the tokens that count} over all updates of a role."""
+    found = {}
+    for batch in workers.updates[role]:
+        for row in range(len(batch["input_ids"])):
+            first = int(batch["input_ids"][row][batch["attention_mask"][row]][0])
+            found[first] = batch[column][row][batch["response_mask"][row]].tolist()
+    return found
+
+
+def test_the_others_get_what_they_get_without_the_skipped_samples() -> None:
+    _, metrics, skipping = step([0, 1, 2, 3], skipped=[1, 3], mini_batch_size=4)
+    _, want_metrics, without = step([0, 2], mini_batch_size=2)
+    for role, column in (("actor", "advantages"), ("critic", "returns")):
+        found = by_sample(skipping, role, column)
+        assert (found.pop(11), found.pop(13)) == ([], [])
+        want = by_sample(without, role, column)
+        assert found.keys() == want.keys() == {10, 12}
+        for sample in found:
+            assert found[sample] == pytest.approx(want[sample], abs=1e-6)
+    for key in want_metrics:
+        if key.startswith(("reward/", "advantages/", "critic/", "actor/")) and key not in ("reward/failed", "reward/skipped"):
+            assert metrics[key] == pytest.approx(want_metrics[key], rel=1e-6), key
+
+
+def test_skipped_samples_are_counted_and_their_lengths_too() -> None:
+    _, metrics, _ = step([0, 1, 2, 3], skipped=[1, 3])
+    assert (metrics["reward/failed"], metrics["reward/skipped"]) == (2, 2)
+    assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/max"]) == (0.75, 0.5, 1.0)
+    assert metrics["reward/part/half"] == 0.375
+    assert metrics["rollout/response_length_mean"] == (3 + 2 + 4 + 2) / 4
+    assert metrics["rollout/prompt_length_mean"] == (1 + 2 + 3 + 4) / 4
+    assert metrics["rollout/truncated_fraction"] == 0.25
+
+
+def test_a_mini_batch_of_skipped_samples_is_no_update() -> None:
+    _, _, workers = step([0, 1, 2, 3], skipped=[1, 2, 3], mini_batch_size=1)
+    for role in ("actor", "critic"):
+        (only,) = workers.updates[role]
+        assert only["input_ids"][0, -4 - 1] == 10  # sample 0's prompt
+
+
+def test_rollouts_tell_a_skipped_sample_from_one_that_scored_0() -> None:
+    ppo, _, _ = step([0, 1], skipped=[1])
+    kept, skipped = to_rows(ppo.samples, ppo.scores)
+    assert (kept.skipped, kept.reward, kept.reward_parts) == (False, 1.0, {"half": 0.5})
+    assert skipped.skipped and math.isnan(skipped.reward) and math.isnan(skipped.reward_parts["half"])
+    whole = replace(ppo.scores, skipped=(False, False), failed=(False, False))
+    assert [row.reward for row in to_rows(ppo.samples, whole)] == [1.0, 0.0]

@@ -23,7 +23,8 @@ def mask_from_lengths(lengths: Tensor, width: int) -> Tensor:
 def response_mask_from_eos(response_ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
     """(b, r) bool: True up to and with the first end token of each row; all True where there is none.
 
-    For responses that were sampled on past their end. [0, 0, 2, 42, 3, 5, 1, 0, 0] with end token 1 gives [1, 1, 1, 1, 1, 1, 1, 0, 0].
+    For responses that were sampled on past their end.
+    [0, 0, 2, 42, 3, 5, 1, 0, 0] with end token 1 gives [1, 1, 1, 1, 1, 1, 1, 0, 0].
     """
     ends = torch.tensor([eos_ids] if isinstance(eos_ids, int) else list(eos_ids), dtype=torch.long, device=response_ids.device)
     is_end = torch.isin(response_ids, ends)

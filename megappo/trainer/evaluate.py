@@ -54,7 +54,7 @@ class Evaluated:
 
     @cached_property
     def pass_at(self) -> dict[int, float]:
-        """{k: chance that one of k samples scores at least `pass_score`}, mean over the rows, for k = 1, 2, 4, ... eval.samples."""
+        """{k: chance that one of k samples scores at least `pass_score`}, mean over the rows; k = 1, 2, 4, ... eval.samples."""
         if self.sampled is None:
             return {}
         n, scores = self.sampled.per_row, self.sampled.scores

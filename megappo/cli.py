@@ -95,11 +95,11 @@ def _run(arguments: argparse.Namespace) -> int:
 def _checked_plan(command: Command, target: str, overrides: Sequence[str]) -> Plan:
     """target: a config file; for an evaluation also the model itself."""
     from megappo.config.check import check_config, joined_world_size
-    from megappo.config.load import load_config, load_overrides
+    from megappo.config.load import load_config
+    from megappo.config.model_alone import config_of_model
 
     if command == "eval" and Path(target).is_dir():
-        base = {"model": {"path": target}, "run": {"name": Path(target).resolve().name}}
-        config = load_overrides(overrides, base, command)
+        config = config_of_model(target, overrides)
     else:
         config = load_config(target, overrides, command)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")

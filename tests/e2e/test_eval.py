@@ -13,7 +13,7 @@ from tests.e2e.command import Ended, Scene
 pytestmark = [pytest.mark.slow]
 
 DATA = ("data.validation=validation.jsonl", "reward.function=reward.py:share_of_even_digits", "eval.max_rows=12")
-ENGINE = ("rollout.engine=hf", "rollout.max_prompt_tokens=200", "rollout.max_new_tokens=6")
+ENGINE = ("rollout.engine=hf", "rollout.max_new_tokens=6")
 
 
 def responses(ended: Ended) -> list[dict[str, Any]]:
@@ -78,6 +78,11 @@ def test_a_second_evaluation_sets_the_first_aside_and_not_the_run(scene: Scene) 
     [
         ("model", (), "data.validation is mandatory and not set; pass data.validation=VALUE"),
         ("model", (*DATA, "eval.samples=-1"), "eval.samples=-1 must be at least 0"),
+        (
+            "model",
+            (*DATA, "rollout.max_prompt_tokens=200"),
+            "rollout.max_prompt_tokens=200 + rollout.max_new_tokens=64 = 264 exceeds the model's max_position_embeddings=256",
+        ),
         ("nothing", DATA, "config file 'nothing' does not exist; give the path of a YAML file"),
         ("runs", DATA, "model.path='runs' has no config.json"),
     ],

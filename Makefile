@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # One thread a process: ranks and engine share the cores, and threads that wait for each other spin.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo-model smollm2-model train train-smollm2 test test-faults lint bench clean
+.PHONY: help install demo-model smollm2-model train train-smollm2 test test-faults lint docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -15,10 +15,10 @@ install:  ## fill .venv (instant where nothing has changed)
 	@$(PYTHON) scripts/install.py
 
 demo-model: install  ## tokenizer, data and warm-started tiny Llama of configs/demo_cpu.yaml, cached in .cache/demo
-	@$(PY) scripts/demo_model.py
+	@$(PY) -m scripts.demo_model
 
 smollm2-model: install  ## SmolLM2-135M-Instruct as a Hugging Face folder, cached in .cache/smollm2-135m
-	@$(PY) scripts/smollm2_model.py
+	@$(PY) -m scripts.smollm2_model
 
 train: demo-model  ## PPO on the tiny Llama: pp2 x vpp2, critic, reference, real vLLM
 	@.venv/bin/megappo train configs/demo_cpu.yaml
@@ -36,6 +36,9 @@ lint: install  ## ruff, mypy, import contracts
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
+
+docs: install  ## write docs/config.md and docs/metrics.md anew
+	@$(PY) -m scripts.reference_pages
 
 bench: install  ## every benchmark; results in benchmarks/results/
 	@set -e; for name in controller; do echo "== $$name"; $(PY) -m benchmarks.$$name; done

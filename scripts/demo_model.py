@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from scripts import sums
 
 SEED = 1234
 NUM_VALIDATION = 512
@@ -39,20 +40,11 @@ MODEL = {
 
 
 def write_data(folder: Path) -> list[str]:
-    """Write both JSONL files and return all texts. Split by unordered pair: 7+35 and 35+7 fall on the same side."""
-    rng = random.Random(SEED)
-    pairs = [(a, b) for a in range(100) for b in range(a, 100)]
-    rng.shuffle(pairs)
-    rows: dict[str, list[tuple[int, int]]] = {"validation": [], "train": []}
-    for a, b in pairs:
-        both = [(a, b)] if a == b else [(a, b), (b, a)]
-        fits = len(rows["validation"]) + len(both) <= NUM_VALIDATION
-        rows["validation" if fits else "train"] += both
+    """Write both JSONL files and return all texts."""
     texts = []
-    for name, sums in rows.items():
-        rng.shuffle(sums)
+    for name, pairs in sums.split_sums(range(100), NUM_VALIDATION, SEED).items():
         with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            for a, b in sums:
+            for a, b in pairs:
                 prompt, answer = f"{a:02d}+{b:02d}=", f"{a + b:03d}"
                 texts.append(prompt + answer)
                 file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
@@ -102,7 +94,7 @@ def write_model(folder: Path) -> None:
 
 def fingerprint(sft_config: Path) -> str:
     """Hash of all that the folder is made from."""
-    parts = (Path(__file__).read_bytes(), sft_config.read_bytes())
+    parts = (Path(__file__).read_bytes(), Path(sums.__file__).read_bytes(), sft_config.read_bytes())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 

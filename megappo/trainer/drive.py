@@ -1,0 +1,94 @@
+"""What does rank 0 do for the length of a run? `drive_ppo` and `drive_sft`: the loop, its validations, saves and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config.schema import Config
+from megappo.controller.worker import WorkerGroup
+from megappo.data.load import Data
+from megappo.data.stream import PromptStream
+from megappo.observe.progress import Progress
+from megappo.observe.rollouts import write_rollouts
+from megappo.observe.summary import summary_lines
+from megappo.observe.trackers import open_trackers
+from megappo.rewards.score import Scorer
+from megappo.rollout.engine import RolloutEngine
+from megappo.trainer.evaluate import Evaluation
+from megappo.trainer.export import check_start, export_published
+from megappo.trainer.ppo import PPO, timed
+from megappo.trainer.rollout import to_rows
+from megappo.trainer.sft import warm_start
+from megappo.trainer.workers import WeightPublisher
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What rank 0 has in hand once the models are built. engine and scorer: None where nothing is generated."""
+
+    config: Config
+    run_dir: Path
+    data: Data
+    workers: WorkerGroup
+    publisher: WeightPublisher
+    engine: RolloutEngine | None
+    scorer: Scorer | None
+
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation, where there is something to evaluate with and on."""
+        if self.data.validation is None or self.scorer is None:
+            return None
+        return Evaluation(self.config, self.data.validation, self.data.tokenizer, self.scorer)
+
+
+def drive_ppo(driver: Driver) -> None:
+    """The whole training run."""
+    config, run_dir, workers, data = driver.config, driver.run_dir, driver.workers, driver.data
+    engine, scorer, publisher, steps = driver.engine, driver.scorer, driver.publisher, config.trainer.steps
+    assert engine is not None and scorer is not None
+    evaluation = driver.evaluation()
+    prompts = PromptStream(data.train, config.run.seed, config.data.shuffle, config.data.weights)
+    ppo = PPO(config, workers, engine, publisher, data.tokenizer, prompts, scorer)
+    ppo.publish(version=0)
+    check_start(publisher, config)
+
+    def validate(step: int) -> dict[str, float]:
+        assert evaluation is not None
+        found = evaluation.run(engine, step)
+        write_rollouts(run_dir / "validation", step, found.rows())
+        return found.metrics()
+
+    before = after = validate(step=0)["validation/accuracy"] if evaluation else None
+    rewards = []
+    trackers = open_trackers(run_dir, config.run.trackers)
+    try:
+        with Progress(steps) as progress:
+            for step in range(1, steps + 1):
+                metrics = ppo.step(step)
+                if evaluation and (step == steps or _every(step, config.trainer.validate_every)):
+                    with timed(metrics, "validate"):
+                        metrics |= validate(step)
+                    after = metrics["validation/accuracy"]
+                if _every(step, config.trainer.save_every):
+                    with timed(metrics, "save"):
+                        workers.call("checkpoint", "save", folder=str(run_dir / "checkpoints"), step=step)
+                write_rollouts(run_dir / "rollouts", step, to_rows(ppo.samples, ppo.scores))
+                trackers.log(step, metrics)
+                progress.update(step, metrics)
+                rewards.append(metrics["reward/mean"])
+    finally:
+        trackers.close()
+    export_published(run_dir / "final", publisher, config)
+    for line in summary_lines(rewards, before, after):
+        print(line, flush=True)  # noqa: T201 - the result of the command, for scripts
+
+
+def drive_sft(driver: Driver) -> None:
+    """The whole warm start. Without an engine nothing is evaluated."""
+    data = driver.data
+    warm_start(driver.config, driver.workers, driver.engine, driver.publisher, data.tokenizer, data.train, driver.evaluation())
+
+
+def _every(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0

@@ -97,8 +97,9 @@ def _checked_plan(command: Command, target: str, overrides: Sequence[str]) -> Pl
     from megappo.config.check import check_config, joined_world_size
     from megappo.config.load import load_config
     from megappo.config.model_alone import config_of_model
+    from megappo.models.shape import checkpoint_folder
 
-    if command == "eval" and Path(target).is_dir():
+    if command == "eval" and (Path(target).is_dir() or checkpoint_folder(target) is not None):
         config = config_of_model(target, overrides)
     else:
         config = load_config(target, overrides, command)

@@ -19,8 +19,6 @@ from megappo.models.shape import CHECKPOINT_FILE, Head, checkpoint_folder
 
 FORMAT = 1
 HF = "hf"
-LATEST = "latest"
-"""Beside the step folders: a text file with the name of the newest complete one."""
 
 
 @dataclass(frozen=True)

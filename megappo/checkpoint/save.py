@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from megappo import __version__
-from megappo.checkpoint.format import HF, LATEST, Manifest, compact_dtypes, file_sizes, write_manifest
+from megappo.checkpoint.format import HF, Manifest, compact_dtypes, file_sizes, write_manifest
 from megappo.checkpoint.shards import CONTENT, sharded_tensors, write_shards
 from megappo.checkpoint.source import ShardFiles, megatron_tensors, rules_in_order, stored_name
 from megappo.checkpoint.together import on_rank_0, together
 from megappo.errors import RunFailed
 from megappo.models.gpt import GPTChunk
-from megappo.models.shape import ModelShape
+from megappo.models.shape import LATEST, ModelShape
 from megappo.parallel_state.groups import RoleGroups
 from megappo.parallel_state.mcore_compat import complete_common_state
 from megappo.pp_weights.folders import draft_of, move_into_place, start_draft, write_text

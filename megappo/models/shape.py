@@ -11,6 +11,8 @@ from megappo.errors import UserError
 
 CHECKPOINT_FILE = "checkpoint.json"
 """What tells a megappo checkpoint from other folders (see checkpoint/format.py)."""
+LATEST = "latest"
+"""Beside the step folders of a run: a text file with the name of the newest complete one."""
 _WHAT_TO_GIVE = "give a Hugging Face folder (config.json + safetensors) or a megappo checkpoint"
 
 Head = Literal["lm", "value"]
@@ -71,8 +73,11 @@ class ModelShape:
 
 def checkpoint_folder(path: str | Path) -> Path | None:
     """The megappo checkpoint that a model path stands for, or None for another kind of folder. A step folder of a run
-    (`checkpoints/step_000100`) stands for its actor."""
-    for folder in (Path(path), Path(path) / "actor"):
+    (`checkpoints/step_000100`) stands for its actor, and the file `checkpoints/latest` for the step that it names."""
+    path = Path(path)
+    if path.name == LATEST and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").strip()
+    for folder in (path, path / "actor"):
         if (folder / CHECKPOINT_FILE).is_file():
             return folder
     return None
@@ -88,11 +93,12 @@ def hf_files(path: str | Path) -> Path:
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face folder or a checkpoint. Raises UserError where the folder or the file is missing or
     broken."""
-    if not Path(path).is_dir():
+    checkpoint = checkpoint_folder(path)
+    if checkpoint is None and not Path(path).is_dir():
         raise UserError(f"model.path={str(path)!r} is not a folder; {_WHAT_TO_GIVE}")
     file = hf_files(path) / "config.json"
     if not file.is_file():
-        raise UserError(f"model.path={str(path)!r} has no {file.relative_to(path)}; {_WHAT_TO_GIVE}")
+        raise UserError(f"model.path={str(path)!r} has no {file.relative_to(checkpoint or path)}; {_WHAT_TO_GIVE}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -58,7 +58,7 @@ def test_a_folder_needs_no_config_and_another_engine_answers_alike(scene: Scene,
 
 @pytest.mark.distributed
 def test_a_checkpoint_of_the_run_answers_as_its_last_validation_did(scene: Scene, main_run: Ended) -> None:
-    checkpoint = main_run.run_dir / "checkpoints" / "step_000003"
+    checkpoint = main_run.run_dir / "checkpoints" / "latest"
     ended = scene.run("saved", *DATA, *ENGINE, command="eval", config=str(checkpoint))
     assert [row["response_ids"] for row in responses(ended)] == [row["response_ids"] for row in main_run.greedy(3)]
 

@@ -64,6 +64,10 @@ def test_a_step_folder_stands_for_its_actor_and_a_hugging_face_folder_for_itself
     assert checkpoint_folder(tmp_path / "hf_folder") is None
     assert hf_files(tmp_path / "hf_folder") == tmp_path / "hf_folder"
     assert read_manifest(step)[1].head == "lm"
+    latest = tmp_path / "latest"
+    latest.write_text("step_000100\n")
+    assert read_manifest(latest)[0] == checkpoint_folder(latest) == step / "actor"
+    assert hf_files(latest) == step / "actor" / "hf"
 
 
 def test_folders_that_are_none_or_not_whole_are_refused_in_one_line(tmp_path: Path) -> None:

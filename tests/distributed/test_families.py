@@ -38,12 +38,12 @@ NEW = [family for family in FAMILIES if family != "llama"]  # that one is test_p
 
 @pytest.fixture(scope="module", params=[(family, tied) for family in NEW for tied in (False, True)], ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(folder, what transformers says: log-probs before, gradient norm of the update, log-probs after)."""
+    """(folder, what transformers says: log-probs and entropy before, gradient norm of the update, both after it)."""
     family, tied = request.param
     folder = make_model_folder(tmp_path_factory.mktemp(family), family, tied=tied)
-    before, _ = transformers_log_probs(folder, BATCH)
+    before = transformers_log_probs(folder, BATCH)
     model, grad_norm = transformers_update(folder, BATCH, PLAIN_ADAM)
-    after, _ = transformers_log_probs(folder, BATCH, model=model)
+    after = transformers_log_probs(folder, BATCH, model=model)
     return folder, (before, grad_norm, after)
 
 
@@ -56,13 +56,14 @@ def test_log_probs_equal_transformers_before_and_after_an_update(pool: Pool, cas
             world(LAYOUTS[layout]), bodies.log_probs_around_an_update, folder, LAYOUTS[layout], BATCH, how, PLAIN_ADAM
         )
         before, metrics, after = results[-1]
-        torch.testing.assert_close(before["log_probs"], want_before, atol=1e-4, rtol=0, msg=lambda m, w=way: f"{w}, before: {m}")
         assert metrics["grad_norm"] == pytest.approx(want_norm, rel=1e-4), way
-        torch.testing.assert_close(after["log_probs"], want_after, atol=1e-4, rtol=0, msg=lambda m, w=way: f"{w}, after: {m}")
+        for got, want, when in ((before, want_before, "before"), (after, want_after, "after")):
+            for name, expected in zip(("log_probs", "entropy"), want, strict=True):
+                assert (got[name] - expected).abs().max().item() <= 1e-4, (way, when, name)
 
 
 def test_the_update_is_large_enough_to_see(case: tuple[Path, Any]) -> None:
-    _, (before, _, after) = case
+    _, ((before, _), _, (after, _)) = case
     assert (before - after).abs().max() > 1e-2
 
 

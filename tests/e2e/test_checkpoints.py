@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ def test_import_and_export_give_back_the_folder_that_transformers_loads(scene: S
     """tp2 x pp2, in four processes; tokenizer and generation config (with several EOS ids) come along."""
     from transformers import AutoModelForCausalLM
 
-    model, imported, exported = (scene.folder / name for name in ("model", "imported", "exported"))
+    model, imported, exported = (scene.folder / name for name in ("several_eos", "imported", "exported"))
+    shutil.copytree(scene.folder / "model", model)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
-    done = scene.call("import", "model", "imported", "actor.parallel={tp: 2, pp: 2}")
+    done = scene.call("import", "several_eos", "imported", "actor.parallel={tp: 2, pp: 2}")
     assert done.stderr.splitlines()[-1].startswith("imported: 0.2 M parameters, held in float32")
     assert "Warning" not in done.stderr
     assert read_manifest(imported)[1].layout["tp"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from megappo.rollout.factory import make_engine
 from megappo.trainer.evaluate import Evaluated, Evaluation
 from megappo.trainer.run_folder import open_run_folder
 
+log = logging.getLogger("megappo")
+
 
 def evaluate(plan: Plan) -> int:
     """Evaluate model.path on data.validation. Prints the results and writes them to the folder `{run.name}_eval`: every response
@@ -33,10 +36,12 @@ def evaluate(plan: Plan) -> int:
     folder = open_run_folder(Path(config.run.dir) / f"{config.run.name}_eval", config)
     engine = make_engine(config, config.model.path, log_path=folder / "logs" / "engine.log", device=device().type)
     try:
-        with Scorer(config.reward) as scorer:
+        with Scorer(config.reward, folder / "logs" / "reward.log") as scorer:
             buffer = _weights(plan)
             engine.update_weights(buffer, verify=True)
             buffer.close()
+            sampled = f" and {config.eval.samples} sampled" if config.eval.samples else ""
+            log.info("%s: a greedy%s responses to each of %d prompts", config.model.path, sampled, len(rows))
             found = Evaluation(config, rows, tokenizer, scorer).run(engine, step=0)
     finally:
         engine.close()

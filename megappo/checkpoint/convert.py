@@ -60,6 +60,8 @@ def export_model(checkpoint: str, hf_dir: str, overrides: Sequence[str]) -> int:
     Tensors get the dtypes of the folder that was imported, or those that training held them in; model.dtype asks for another.
     Raises UserError or RunFailed; nothing that was there is overwritten."""
     dtype = _export_dtype(overrides)
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"WORLD_SIZE={world_size}, but an export is one process; start `megappo export` without torchrun")
     folder, manifest = read_manifest(checkpoint)
     target = Path(hf_dir)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):

@@ -62,6 +62,8 @@ def check_config(
         layouts = role_layouts(config, shapes, problems)
         problems += world_problems(config, layouts, world_size)
         problems += _transport_problems(config, world_size, local_world_size)
+    elif world_size is not None and world_size > 1:
+        problems.append(f"WORLD_SIZE={world_size}, but an evaluation is one process; start `megappo eval` without torchrun")
     if trained_roles(command):
         problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
     if command != "import":  # a conversion neither reads data nor generates

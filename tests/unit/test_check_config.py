@@ -106,6 +106,12 @@ class TestLayouts:
         assert error.endswith("choose actor.parallel.tp, cp and pp so that their product (now 2) divides 1")
         assert check("actor.parallel.pp=2", world_size=2).world_size == 2
 
+    def test_an_evaluation_has_no_layout_and_is_one_process(self) -> None:
+        data = ("data.validation=t.jsonl", "data.train=not/read.jsonl", "actor.parallel.pp=5", "trainer.batch_size=7")
+        assert dict(check(*data, command="eval").layouts) == {}
+        (error,) = problems(*data, command="eval", world_size=2)
+        assert error == "WORLD_SIZE=2, but an evaluation is one process; start `megappo eval` without torchrun"
+
     def test_torchrun_as_the_launcher_needs_its_variables(self) -> None:
         (error,) = problems("run.launcher=torchrun")
         assert error.startswith("run.launcher='torchrun', but RANK and WORLD_SIZE are not set")

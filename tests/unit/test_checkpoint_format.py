@@ -197,6 +197,13 @@ def test_an_export_that_cannot_be_is_refused_before_any_work(here: Path, argumen
     assert not (here / "new").exists()
 
 
+def test_an_export_is_one_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(here / "c")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="WORLD_SIZE=2, but an export is one process"):
+        export_model("c", "new", [])
+
+
 def test_refusals_need_no_torch() -> None:
     code = (
         "import sys, megappo.checkpoint.convert, megappo.config.check\n"

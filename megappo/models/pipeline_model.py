@@ -7,6 +7,7 @@ legend: b samples of this data-parallel rank, r response width, n scored tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,12 +24,16 @@ from megappo.config.schema import OptimizerConfig
 from megappo.errors import RunFailed
 from megappo.models.gpt import GPTChunk
 from megappo.models.microbatch import MicroBatch, MicroBatching, make_micro_batches
-from megappo.parallel_state.device import device
+from megappo.parallel_state.device import device, has_cuda
 from megappo.parallel_state.groups import RoleGroups
 from megappo.parallel_state.mcore_compat import gloo_has_no_avg
 from megappo.parallel_state.schedule import run_schedule
 
 Batch = Mapping[str, Tensor]
+
+_CPU_BF16_MULTIPLE = 64
+"""Tokens that a pack is padded to a multiple of where torch computes bfloat16 with oneDNN: it compiles and keeps a kernel for each
+shape that it meets, and packs of any length would meet a new one each time."""
 Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 """(output of the last chunk, micro-batch) -> columns (n,)"""
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -47,7 +52,10 @@ class PipelineModel:
         self.batching = replace(
             batching,
             count_multiple=groups.layout.pp if groups.layout.vpp > 1 else 1,
-            length_multiple=groups.layout.tp if config.sequence_parallel else 1,
+            length_multiple=math.lcm(
+                groups.layout.tp if config.sequence_parallel else 1,
+                _CPU_BF16_MULTIPLE if config.bf16 and batching.packed and not has_cuda() else 1,
+            ),
         )
 
     def score(self, batch: Batch, score: Score) -> dict[str, Tensor]:

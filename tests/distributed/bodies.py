@@ -88,6 +88,16 @@ def log_probs_around_an_update(
     return before, metrics, actor.compute_log_probs(rows)[0]
 
 
+def pack_multiples(folder: Path) -> list[int]:
+    """What packs are padded to a multiple of: in float32, in bfloat16, and rows in bfloat16."""
+    groups = create_role_groups({"actor": layout_for(folder, {})}, seed=1)["actor"]
+    found = []
+    for dtype, packed in (("float32", True), ("bfloat16", True), ("bfloat16", False)):
+        chunks = load_model(folder, groups, {}, dtype=dtype)
+        found.append(PipelineModel(chunks, groups, MicroBatching(size=2, packed=packed)).batching.length_multiple)
+    return found
+
+
 def values(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching) -> Any:
     """Values by the model of a folder that has a score head."""
     groups = create_role_groups({"critic": layout_for(folder, layout)}, seed=1)["critic"]

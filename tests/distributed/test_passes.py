@@ -70,6 +70,11 @@ def test_right_padded_prompts_give_what_left_padded_ones_give(pool: Pool, llama_
         )
 
 
+def test_packs_of_bfloat16_come_in_few_lengths_on_a_cpu(pool: Pool, llama_folder: Path) -> None:
+    """oneDNN keeps a compiled kernel for each length that it meets."""
+    assert pool.run(1, bodies.pack_multiples, llama_folder)[0] == [1, 64, 1]
+
+
 @pytest.mark.parametrize("layout", [ONE, PIPELINE, {"tp": 2, "pp": 2}], ids=["one", "pp2_vpp2", "tp2_pp2"])
 def test_the_ratio_is_one_at_the_first_mini_batch(pool: Pool, llama_folder: Path, layout: dict[str, Any]) -> None:
     batch = make_batch([5, 2, 7, 3], [4, 6, 1, 5])

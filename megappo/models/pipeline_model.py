@@ -32,8 +32,9 @@ from megappo.parallel_state.schedule import run_schedule
 Batch = Mapping[str, Tensor]
 
 _CPU_BF16_MULTIPLE = 64
-"""Tokens that a pack is padded to a multiple of where torch computes bfloat16 with oneDNN: it compiles and keeps a kernel for each
-shape that it meets, and packs of any length would meet a new one each time."""
+"""Packs are padded to a multiple of so many tokens where torch computes bfloat16 with oneDNN: it compiles and keeps a kernel for
+each shape that it meets, and packs of any length would meet a new one each time."""
+
 Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 """(output of the last chunk, micro-batch) -> columns (n,)"""
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]

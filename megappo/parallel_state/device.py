@@ -58,8 +58,8 @@ def prepare_device() -> None:
     if has_cuda():
         torch.cuda.set_device(device())
         return
-    # oneDNN's own default is 1024 compiled kernels, of 1.5 MB each in bfloat16: gigabytes a rank, over hundreds of steps.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    # oneDNN's own default is 1024 compiled kernels, of more than 1 MB each in bfloat16: gigabytes a rank, over many steps.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     from megappo.parallel_state import cpu_megatron
 
     cpu_megatron.install()

@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _checked_plan(command: Command, target: str, overrides: Sequence[str]) -> Plan:
     """target: a config file; for an evaluation also the model itself."""
-    from megappo.config.check import check_config, joined_world_size
+    from megappo.config.check import check_here
     from megappo.config.load import load_config
     from megappo.config.model_alone import config_of_model
     from megappo.models.shape import checkpoint_folder
@@ -103,13 +103,7 @@ def _checked_plan(command: Command, target: str, overrides: Sequence[str]) -> Pl
         config = config_of_model(target, overrides)
     else:
         config = load_config(target, overrides, command)
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    return check_config(
-        config,
-        joined_world_size(config, os.environ),
-        command,
-        int(local_world_size) if local_world_size else None,
-    )
+    return check_here(config, command, os.environ)
 
 
 def _log_to_stderr() -> None:

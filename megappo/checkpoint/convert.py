@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.checkpoint.format import read_manifest, require_replaceable
-from megappo.config.check import Plan, check_config, joined_world_size
+from megappo.config.check import Plan, check_here
 from megappo.config.load import load_overrides, overridden_keys
 from megappo.errors import RunFailed, UserError
 from megappo.models.shape import checkpoint_folder
@@ -34,21 +34,15 @@ def import_model(hf_dir: str, checkpoint: str, overrides: Sequence[str]) -> int:
 
     Parameters are held in the folder's dtype, in float32 where the folder has float16 or several; model.dtype asks for another.
     Raises UserError or RunFailed; what was there under the checkpoint's name is then still there."""
-    from megappo.controller.rendezvous import detect_launcher
+    from megappo.controller.launch import run_on_ranks, speaks_for_all
 
     plan = import_plan(hf_dir, checkpoint, overrides)
     dtype, dtypes = import_dtypes(plan, is_chosen="model.dtype" in overridden_keys(overrides))
     target = Path(checkpoint)
     log_dir = target.with_name(f".{target.name}.import")  # logs of the ranks; kept if one fails
     entry = functools.partial(_import_on_rank, plan, target, dtype, dtypes, log_dir)
-    if detect_launcher(plan.config.run.launcher, os.environ) == "torchrun":
-        code, is_first = entry(), os.environ["RANK"] == "0"
-    else:
-        from megappo.controller.launch import launch_local
-
-        code = launch_local(plan.world_size, entry, log_dir, threads=plan.config.run.threads_per_rank, preload=_preload)
-        is_first = True
-    if code == 0 and is_first:
+    code = run_on_ranks(plan.config.run, plan.world_size, entry, log_dir, _preload)
+    if code == 0 and speaks_for_all(plan.config.run):
         shutil.rmtree(log_dir, ignore_errors=True)
         logger.info("%s: %.1f M parameters, held in %s", checkpoint, plan.shapes["actor"].num_parameters / 1e6, dtype)
     return code
@@ -92,10 +86,7 @@ def import_plan(hf_dir: str, checkpoint: str, overrides: Sequence[str]) -> Plan:
     if checkpoint_folder(hf_dir) is not None:
         raise UserError(f"{hf_dir!r} is a checkpoint already; give a Hugging Face folder, or use it as it is")
     config = load_overrides(overrides, {"model": {"path": hf_dir}}, "import")
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    plan = check_config(
-        config, joined_world_size(config, os.environ), "import", int(local_world_size) if local_world_size else None
-    )
+    plan = check_here(config, "import", os.environ)
     require_replaceable(checkpoint)
     return plan
 

@@ -44,6 +44,12 @@ def joined_world_size(config: Config, environ: Mapping[str, str]) -> int | None:
     return int(environ["WORLD_SIZE"])
 
 
+def check_here(config: Config, command: Command, environ: Mapping[str, str]) -> Plan:
+    """`check_config` with the ranks that a launcher has started around this process, if it has."""
+    local_world_size = environ.get("LOCAL_WORLD_SIZE")
+    return check_config(config, joined_world_size(config, environ), command, int(local_world_size) if local_world_size else None)
+
+
 def check_config(
     config: Config, world_size: int | None = None, command: Command = "train", local_world_size: int | None = None
 ) -> Plan:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megappo.config.schema import RunConfig
 from megappo.controller.failure import (
     Failure,
     discard_failure,
@@ -38,13 +39,28 @@ from megappo.errors import UserError
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["detect_launcher", "join_world", "launch_local"]
+__all__ = ["join_world", "launch_local", "run_on_ranks", "speaks_for_all"]
 logger = logging.getLogger("megappo")
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ASK_TO_END_S = 3.0  # between SIGTERM and SIGKILL
 NORMAL_END_S = 60.0  # between the driver's end and the last rank's
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def speaks_for_all(run: RunConfig) -> bool:
+    """Whether this process does what is to be done once: the command that starts the ranks, or rank 0 of those that torchrun
+    has started. Raises UserError where the environment does not fit run.launcher."""
+    return detect_launcher(run.launcher, os.environ) == "local" or os.environ["RANK"] == "0"
+
+
+def run_on_ranks(
+    run: RunConfig, world_size: int, entry: Callable[[], int], run_dir: str | Path, preload: Callable[[], None]
+) -> int:
+    """Run `entry` on every rank: in this process where it is one of torchrun's ranks, else as `launch_local` does."""
+    if detect_launcher(run.launcher, os.environ) == "torchrun":
+        return entry()
+    return launch_local(world_size, entry, run_dir, threads=run.threads_per_rank, preload=preload)
 
 
 def launch_local(

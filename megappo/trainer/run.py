@@ -44,17 +44,12 @@ class Job:
 
 
 def _run(job: Job) -> int:
-    from megappo.controller.launch import launch_local
-    from megappo.controller.rendezvous import detect_launcher
+    from megappo.controller.launch import run_on_ranks, speaks_for_all
 
     config = job.plan.config
-    if detect_launcher(config.run.launcher, os.environ) == "torchrun":
-        if os.environ["RANK"] == "0":
-            open_run_folder(job.run_dir, config)
-        return _rank(job)
-    open_run_folder(job.run_dir, config)
-    entry = functools.partial(_rank, job)
-    return launch_local(job.plan.world_size, entry, job.run_dir, threads=config.run.threads_per_rank, preload=_preload)
+    if speaks_for_all(config.run):
+        open_run_folder(job.run_dir, config)
+    return run_on_ranks(config.run, job.plan.world_size, functools.partial(_rank, job), job.run_dir, _preload)
 
 
 def _preload() -> None:

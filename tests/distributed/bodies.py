@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megappo.actor.actor import Actor, Policy
+from megappo.checkpoint.load import load_weights
 from megappo.config.schema import OptimizerConfig
 from megappo.controller.dispatch import rows_of_ranks
 from megappo.critic.critic import Critic
@@ -17,7 +18,6 @@ from megappo.models.microbatch import MicroBatching
 from megappo.models.pipeline_model import PipelineModel, Trainee
 from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.parallel_state.layout import ParallelLayout
-from megappo.pp_weights.hf_io import HFReader, load_chunk
 from megappo.pp_weights.mapping import chunk_pieces
 
 Layout = dict[str, Any]
@@ -31,13 +31,11 @@ def load_model(
     folder: Path, groups: RoleGroups, layout: Layout, head: str = "lm", dtype: str = "float32", recompute: bool = False
 ) -> list[GPTChunk]:
     shape = shape_of(folder, head=head)
-    with groups.active(), HFReader(folder) as reader:
+    with groups.active():
         chunks = build_chunks(
             shape, groups, DTYPES[dtype], sequence_parallel=layout.get("sequence_parallel", False), recompute=recompute
         )
-        for i, chunk in enumerate(chunks):
-            pieces = chunk_pieces(shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, i)
-            load_chunk(reader, pieces, dict(chunk.named_parameters()), absent_as_zeros=("score.weight",))
+    load_weights(folder, chunks, groups)
     return chunks
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -250,13 +251,18 @@ def test_a_critic_starts_from_a_language_models_checkpoint_with_a_head_of_zeros(
         assert all(pool.run(2, equals_folder, tmp_path / kind, sources[kind], {"tp": 2}, "float32", "value"))
 
 
-def loading_fails_with(checkpoint: Path, source: Path) -> str:
-    chunks, groups = built(source, {"pp": 2})
+def message_of(kind: type[Exception], action: Callable[[], None]) -> str:
+    """What the action raises, in words; nothing where it does not."""
     try:
-        load_model(checkpoint, chunks, groups)
-    except UserError as error:
+        action()
+    except kind as error:
         return str(error)
     return ""
+
+
+def loading_fails_with(checkpoint: Path, source: Path) -> str:
+    chunks, groups = built(source, {"pp": 2})
+    return message_of(UserError, lambda: load_model(checkpoint, chunks, groups))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(
@@ -324,12 +330,9 @@ def files_limited_to(num_bytes: int, on_rank: int) -> Iterator[None]:
 
 def save_again_with_a_full_disk(source: Path, checkpoint: Path, on_rank: int, num_bytes: int) -> tuple[str, list[str]]:
     chunks, groups = built(source, {"pp": 2})  # all parameters 77: not what is there
-    try:
-        with files_limited_to(num_bytes, on_rank):
-            save_model(checkpoint, Savable(chunks, groups, source))
-    except RunFailed as error:
-        return str(error), [process.name() for process in psutil.Process().children()]
-    return "", []
+    with files_limited_to(num_bytes, on_rank):
+        message = message_of(RunFailed, lambda: save_model(checkpoint, Savable(chunks, groups, source)))
+    return message, [process.name() for process in psutil.Process().children()]
 
 
 @pytest.mark.parametrize(
@@ -355,19 +358,10 @@ def save_with_megatrons_last_file_broken(source: Path, checkpoint: Path) -> str:
     from megatron.core.dist_checkpointing import serialization
 
     chunks, groups = built(source, {"pp": 2})
-    whole = serialization.save_config
-
-    def breaks(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    serialization.save_config = breaks  # rank 0 alone calls it, while the others wait at a barrier
-    try:
-        save_model(checkpoint, Savable(chunks, groups, source))
-    except RunFailed as error:
-        return str(error)
-    finally:
-        serialization.save_config = whole
-    return ""
+    full = OSError(28, "No space left on device")
+    # Rank 0 alone calls it, while the others wait at a barrier.
+    with mock.patch.object(serialization, "save_config", side_effect=full):
+        return message_of(RunFailed, lambda: save_model(checkpoint, Savable(chunks, groups, source)))
 
 
 def test_rank_0_cannot_leave_the_others_at_megatrons_barrier(pool: Pool, sources: dict[str, Path], tmp_path: Path) -> None:
@@ -379,11 +373,7 @@ def test_rank_0_cannot_leave_the_others_at_megatrons_barrier(pool: Pool, sources
 
 def save_without_config(source: Path, checkpoint: Path, absent: Path) -> str:
     chunks, groups = built(source, {"pp": 2})
-    try:
-        save_model(checkpoint, Savable(chunks, groups, absent))
-    except UserError as error:
-        return str(error)
-    return ""
+    return message_of(UserError, lambda: save_model(checkpoint, Savable(chunks, groups, absent)))
 
 
 def test_a_fault_while_rank_0_completes_the_folder_is_every_ranks_fault(
@@ -404,14 +394,8 @@ def save_with_a_shard_on_another_disk(source: Path, checkpoint: Path) -> str:
         if groups.rank == 0:  # before it looks
             (folder / "__1_0.distcp").unlink()
 
-    save_module.write_shards = write_and_lose_one
-    try:
-        save_model(checkpoint, Savable(chunks, groups, source))
-    except RunFailed as error:
-        return str(error)
-    finally:
-        save_module.write_shards = whole
-    return ""
+    with mock.patch.object(save_module, "write_shards", write_and_lose_one):
+        return message_of(RunFailed, lambda: save_model(checkpoint, Savable(chunks, groups, source)))
 
 
 def test_hosts_without_a_shared_file_system_are_found_out(pool: Pool, sources: dict[str, Path], tmp_path: Path) -> None:
@@ -434,14 +418,8 @@ def save_two_steps_the_second_broken(source: Path, folder: Path) -> str:
             raise OSError("no more")
         whole(target, manifest)
 
-    save_module.write_manifest = breaks_at_the_critic
-    try:
-        save_step(folder, models, 2)
-    except RunFailed as error:
-        return str(error)
-    finally:
-        save_module.write_manifest = whole
-    return ""
+    with mock.patch.object(save_module, "write_manifest", breaks_at_the_critic):
+        return message_of(RunFailed, lambda: save_step(folder, models, 2))
 
 
 def test_a_step_that_breaks_at_its_last_model_is_not_there_at_all(pool: Pool, sources: dict[str, Path], tmp_path: Path) -> None:

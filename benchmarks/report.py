@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ratio: how many times better ours is than the peer's, above 1 is better. goal: in words; met: whether."""
+    """One measurement. ratio: how many times better ours is than the peer's, above 1 is better; of a row that `over` made, ours
+    by the bound in `peer`, less is better. goal: in words; met: whether."""
 
     what: str
     ours: float
@@ -52,12 +54,23 @@ def row(
     return Row(what, ours, peer, unit, ratio, goal, all(met for _, met in goals) if goals else None)
 
 
-def report(name: str, rows: list[Row], packages: tuple[str, ...] = ("torch",)) -> Path:
-    """Print the table and write the JSON file; returns its path."""
+def over(what: str, ours: float, unit: str, bound: float, at_most: float | None = None) -> Row:
+    """A row whose ratio is ours by a bound: a formula, a limit, what the machine itself can do. Less is better."""
+    ratio = ours / bound if bound else None
+    goal = None if at_most is None else f"ratio <= {at_most:g}"
+    return Row(what, ours, bound, unit, ratio, goal, None if at_most is None else ratio is not None and ratio <= at_most)
+
+
+def report(name: str, rows: list[Row], packages: tuple[str, ...] = ("torch",), versions: Mapping[str, str] | None = None) -> Path:
+    """Print the table and write the JSON file; returns its path. versions: of what is no package of this environment."""
     result = {
         "name": name,
         "rows": [asdict(r) for r in rows],
-        "versions": {"python": platform.python_version(), **{package: _version(package) for package in ("megappo", *packages)}},
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in ("megappo", *packages)},
+            **(versions or {}),
+        },
         "machine": machine(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -1,4 +1,4 @@
-"""What can be typed? `megappo train | sft | eval | import | export ...`. Torch and the rest are imported once a config holds.
+"""What can be typed? `megappo train | sft | eval | import | export | weights`. Torch is imported once the arguments hold.
 
 Exit codes: 0 done, 1 a run that failed, 2 a refused command or config, 130 interrupted. stderr ends with the message.
 """
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megappo import __version__
 from megappo.errors import RunFailed, UserError
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from megappo.config.resolve import Command
 
 _CONFIG = ("config", "CONFIG", "YAML file; every key is described in docs/config.md")
-_COMMANDS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {  # name -> what it does, (attribute, metavar, help) ...
+_Commands = dict[str, tuple[str, tuple[tuple[str, str, str], ...]]]  # name -> what it does, (attribute, metavar, help) ...
+_COMMANDS: _Commands = {
     "train": ("train a policy with PPO", (_CONFIG,)),
     "sft": ("warm-start a policy on the answers of data.train", (_CONFIG,)),
     "eval": (
@@ -35,6 +36,14 @@ _COMMANDS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {  # name -
     "export": (
         "turn a Megatron checkpoint into a Hugging Face folder",
         (("checkpoint", "CKPT", "checkpoint, or a step folder of a run"), ("hf_dir", "HF_DIR", "folder to write")),
+    ),
+}
+_SOURCE_HELP = "Hugging Face folder, checkpoint, or run folder"
+_WEIGHTS_COMMANDS: _Commands = {
+    "explain": ("show how a config's weights would travel to the engine: owners, offsets, senders, memory", (_CONFIG,)),
+    "verify": (
+        "compare two models tensor by tensor, bit for bit; exit code 1 where they differ",
+        (("one", "A", _SOURCE_HELP), ("other", "B", _SOURCE_HELP)),
     ),
 }
 
@@ -61,17 +70,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO over Megatron pipelines and vLLM.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (purpose, positionals) in _COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
-        for attribute, metavar, text in positionals:
-            command.add_argument(attribute, metavar=metavar, help=text)
-        command.add_argument(
-            "overrides", metavar="key=value", nargs="*", help="override, e.g. actor.parallel.pp=2; the later wins"
-        )
+    _add_commands(commands, _COMMANDS)
+    purpose = "look at the hand-over of weights, or compare models"
+    weights = commands.add_parser("weights", help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
+    _add_commands(weights.add_subparsers(dest="weights_command", required=True, metavar="COMMAND"), _WEIGHTS_COMMANDS)
     return parser
 
 
+def _add_commands(parsers: Any, commands: _Commands) -> None:
+    for name, (purpose, positionals) in commands.items():
+        command = parsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
+        for attribute, metavar, text in positionals:
+            command.add_argument(attribute, metavar=metavar, help=text)
+        if positionals[0] == _CONFIG or commands is _COMMANDS:
+            command.add_argument(
+                "overrides", metavar="key=value", nargs="*", help="override, e.g. actor.parallel.pp=2; the later wins"
+            )
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "weights":
+        from megappo.trainer import weights_command
+
+        if arguments.weights_command == "verify":
+            return weights_command.verify(arguments.one, arguments.other)
+        return weights_command.explain(_checked_plan("train", arguments.config, arguments.overrides))
     overrides = arguments.overrides
     if arguments.command == "import":
         from megappo.checkpoint.convert import import_model

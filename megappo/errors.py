@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class RunFailed(RuntimeError):
     """A run that started and could not go on. `str(error)` names the first cause; the CLI exits with 1."""
+
+
+class PeerFailed(RunFailed):
+    """Another rank has failed and will say why; this one only tells that it cannot go on."""

@@ -61,6 +61,11 @@ def file_sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in files if path.name != CHECKPOINT_FILE}
 
 
+def saved_step(path: str | Path) -> int:
+    """The trainer step whose weights a model path holds: 0 for a Hugging Face folder and for an imported model."""
+    return 0 if checkpoint_folder(path) is None else read_manifest(path)[1].step or 0
+
+
 def read_manifest(path: str | Path) -> tuple[Path, Manifest]:
     """(the checkpoint folder that a path stands for, its manifest). Raises UserError for a folder that is none, or not whole."""
     folder = checkpoint_folder(path)

@@ -17,6 +17,8 @@ from megappo.models.shape import checkpoint_folder
 from megappo.parallel_state.groups import RoleGroups
 from megappo.pp_weights.hf_io import HFReader, load_chunk
 from megappo.pp_weights.mapping import TIED_COPY, chunk_pieces
+from megappo.pp_weights.naming import get_all_params
+from megappo.pp_weights.offload import require_memory
 
 logger = logging.getLogger("megappo")
 
@@ -27,6 +29,8 @@ def load_weights(path: str | Path, chunks: Sequence[GPTChunk], groups: RoleGroup
     """Fill this rank's chunks from a Hugging Face folder or a checkpoint; every rank of the model calls it.
 
     Raises UserError as `load_model` does."""
+    for chunk in chunks:
+        require_memory(chunk.named_parameters(), f"{path} is not loaded")
     if checkpoint_folder(path) is not None:
         load_model(path, chunks, groups)
         return
@@ -36,7 +40,7 @@ def load_weights(path: str | Path, chunks: Sequence[GPTChunk], groups: RoleGroup
         reader.check(shape, absent_as_zeros=absent)
         for number, chunk in enumerate(chunks):
             pieces = chunk_pieces(shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, number)
-            load_chunk(reader, pieces, dict(chunk.named_parameters()), absent_as_zeros=absent)
+            load_chunk(reader, pieces, get_all_params([chunk])[0], absent_as_zeros=absent)
 
 
 @torch.no_grad()
@@ -55,7 +59,7 @@ def load_model(path: str | Path, chunks: Sequence[GPTChunk], groups: RoleGroups)
         read_shards(folder, sharded_tensors(chunks, without=absent))
     vocabulary = {rule.megatron for rule in (*rules_of(shape), TIED_COPY) if rule.cut == "vocab"}
     for number, chunk in enumerate(chunks):
-        params = dict(chunk.named_parameters())
+        params = get_all_params([chunk])[0]
         if starts_at_zero and _VALUE_HEAD in params:
             logger.info("%s: the value head starts at 0, since the checkpoint is a language model's", folder)
             params[_VALUE_HEAD].zero_()

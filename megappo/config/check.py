@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megappo.config.check_engines import engine_problems, engine_ranks
 from megappo.config.check_files import data_problems, extras_problems, reward_problems, tokenizer_problems, weights_problems
 from megappo.config.check_layouts import role_layouts, rollout_tp_problems, world_problems
 from megappo.config.check_values import batch_problems, range_problems, trained_roles
@@ -26,15 +27,24 @@ _HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a config that holds: sizes and layouts by role ("actor", and for training "critic", "reference")."""
+    """What follows from a config that holds: sizes and layouts by role ("actor", and for training "critic", "reference").
+
+    engine_ranks: the rank of each engine."""
 
     config: Config
     shapes: Mapping[str, ModelShape]
     layouts: Mapping[str, ParallelLayout]
+    engine_ranks: tuple[int, ...] = ()
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that hold the models; they are the first of the world."""
+        return self.layouts["actor"].world_size
 
     @property
     def world_size(self) -> int:
-        return self.layouts["actor"].world_size
+        """All ranks: those that train, and those that only generate."""
+        return max([self.training_ranks, *(rank + 1 for rank in self.engine_ranks)])
 
 
 def joined_world_size(config: Config, environ: Mapping[str, str]) -> int | None:
@@ -64,18 +74,25 @@ def check_config(
     shapes = _shapes(config, command, problems)
     problems += weights_problems(config, command)
     layouts: dict[str, ParallelLayout] = {}
+    training_ranks: int | None = None
+    on_ranks: tuple[int, ...] = ()
     if command != "eval":  # an engine is all that it needs
         layouts = role_layouts(config, shapes, problems)
-        problems += world_problems(config, layouts, world_size)
+        training_ranks = layouts["actor"].world_size if "actor" in layouts else None
+        on_ranks = engine_ranks(config, training_ranks or 0, command) if config.rollout.engines > 0 else ()
+        only_generating = len(on_ranks) if config.rollout.own_ranks else 0
+        problems += world_problems(config, layouts, world_size, only_generating)
         problems += _transport_problems(config, world_size, local_world_size)
     elif world_size is not None and world_size > 1:
         problems.append(f"WORLD_SIZE={world_size}, but an evaluation is one process; start `megappo eval` without torchrun")
+    problems += engine_problems(config, training_ranks, command)
     if trained_roles(command):
         problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
     if command != "import":  # a conversion neither reads data nor generates
         if shapes["actor"] is not None:
             problems += _length_problems(config, shapes["actor"])
         problems += rollout_tp_problems(config, shapes["actor"])
+        problems += _zero_copy_problems(config)
         problems += _cache_problems(config, shapes["actor"])
         if command != "sft" or config.sft.evaluate_every:
             problems += reward_problems(config, command)
@@ -86,7 +103,7 @@ def check_config(
         raise UserError("\n".join(dict.fromkeys(problems)))
     if command == "train":
         _warn_of_filtered_sampling(config)
-    return Plan(config, {role: shape for role, shape in shapes.items() if shape is not None}, layouts)
+    return Plan(config, {role: shape for role, shape in shapes.items() if shape is not None}, layouts, on_ranks)
 
 
 def _shapes(config: Config, command: Command, problems: list[str]) -> dict[str, ModelShape | None]:
@@ -139,12 +156,31 @@ def _cache_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
         )
 
 
+def _zero_copy_problems(config: Config) -> Iterator[str]:
+    """What an engine that reads the weights in the buffer cannot do. That it runs on a CPU is looked at where it is made."""
+    rollout, key = config.rollout, "pp_weights.zero_copy=true"
+    if not config.pp_weights.zero_copy:
+        return
+    if rollout.engine == "hf":
+        yield f"{key} is for vLLM, and rollout.engine='hf'; turn it off or set rollout.engine=vllm"
+    if rollout.tp > 1:
+        yield f"{key} needs whole tensors, and rollout.tp={rollout.tp} workers cut them; turn it off or set rollout.tp=1"
+    if rollout.dtype != config.model.dtype:
+        yield (
+            f"{key} reads the weights as they were trained, in model.dtype={config.model.dtype!r}, and "
+            f"rollout.dtype={rollout.dtype!r}; make them equal or turn it off"
+        )
+    if config.pp_weights.mode == "bucketed":
+        yield f"{key} needs the whole model in one buffer, and pp_weights.mode='bucketed'; use mode=full or turn it off"
+
+
 def _transport_problems(config: Config, world_size: int | None, local_world_size: int | None) -> Iterator[str]:
     alignment = config.pp_weights.alignment_bytes
     if alignment < 16 or alignment & (alignment - 1):
         yield f"pp_weights.alignment_bytes={alignment} must be a power of two, at least 16; use 16, 256 or 512"
     spread = world_size is not None and local_world_size is not None and local_world_size < world_size
-    if config.pp_weights.transport == "shared_memory" and spread:
+    # Ranks that only generate may be elsewhere; whether the others are on one host shows once they have met.
+    if config.pp_weights.transport == "shared_memory" and spread and not config.rollout.own_ranks:
         yield (
             f"pp_weights.transport='shared_memory' needs all {world_size} ranks on one host, but this host has "
             f"{local_world_size}; use pp_weights.transport=auto or collective"

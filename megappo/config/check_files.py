@@ -15,7 +15,8 @@ from megappo.config.schema import Config, RewardConfig
 from megappo.data.sources import source_kind, source_list
 from megappo.data.tasks import TASK_PREFIX
 from megappo.errors import UserError
-from megappo.models.shape import checkpoint_folder, read_hf_config
+from megappo.models.quantised import quantisation
+from megappo.models.shape import checkpoint_folder
 from megappo.rewards.functions import BUILTIN, PACKAGES
 from megappo.rewards.parts import Part, reward_parts
 
@@ -28,14 +29,14 @@ def weights_problems(config: Config, command: Command) -> Iterator[str]:
     seen: set[str] = set()
     for key, path in folders.items():
         try:
-            hf = read_hf_config(path)
+            quantised = quantisation(path)
         except UserError:
             continue
         if path in seen:
             continue
         seen.add(path)
-        if hf.get("quantization_config"):
-            yield f"{key}={path!r} is quantised (config.json has quantization_config), which is not supported; use the full one"
+        if quantised:
+            yield f"{key}={path!r} is quantised ({quantised}), which is not supported; use the full one"
         if checkpoint_folder(path) is not None:
             try:
                 read_manifest(path)

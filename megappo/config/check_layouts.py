@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from megappo.config.schema import Config, ParallelConfig
 from megappo.errors import UserError
 from megappo.models.shape import ModelShape
 from megappo.parallel_state.layout import ParallelLayout
+from megappo.parallel_state.splits import one_of
 
 Layouts = dict[str, ParallelLayout]
-_SIZES = ("num_heads", "num_kv_heads", "ffn_size")
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "ffn_size")
 
 
 def role_layouts(config: Config, shapes: dict[str, ModelShape | None], problems: list[str]) -> Layouts:
@@ -39,8 +41,10 @@ def role_layouts(config: Config, shapes: dict[str, ModelShape | None], problems:
     return layouts
 
 
-def world_problems(config: Config, layouts: Layouts, world_size: int | None) -> Iterator[str]:
-    """Layouts that need other numbers of ranks than each other, or than a launcher has started."""
+def world_problems(config: Config, layouts: Layouts, world_size: int | None, only_generating: int = 0) -> Iterator[str]:
+    """Layouts that need other numbers of ranks than each other, or than a launcher has started.
+
+    only_generating: ranks of the world that train nothing."""
     if config.run.launcher == "torchrun" and world_size is None:
         yield "run.launcher='torchrun', but RANK and WORLD_SIZE are not set; start with torchrun, or use run.launcher=local"
     if not layouts:
@@ -52,11 +56,11 @@ def world_problems(config: Config, layouts: Layouts, world_size: int | None) -> 
                 f"{layout.key} needs {_formula(layout)}, {first.key} needs {_formula(first)}, and all models share the same "
                 f"ranks; {_mend_dp(layout, first.world_size)}"
             )
-    if world_size is not None and world_size != first.world_size:
-        yield (
-            f"WORLD_SIZE={world_size}, but {first.key} needs {_formula(first)}; start {first.world_size} ranks, "
-            f"or {_mend_dp(first, world_size)}"
-        )
+    needed = first.world_size + only_generating
+    if world_size is not None and world_size != needed:
+        more = f" and rollout.engines={only_generating} of their own" if only_generating else ""
+        mend = f", or {_mend_dp(first, world_size - only_generating)}" if world_size > only_generating else ""
+        yield f"WORLD_SIZE={world_size}, but {first.key} needs {_formula(first)}{more}; start {needed} ranks{mend}"
 
 
 def rollout_tp_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
@@ -67,33 +71,51 @@ def rollout_tp_problems(config: Config, shape: ModelShape | None) -> Iterator[st
     if config.rollout.engine == "hf" and tp > 1:
         yield f"rollout.tp={tp} is not possible with rollout.engine='hf'; set rollout.tp=1 or rollout.engine=vllm"
     if config.pp_weights.gather == "pp" and actor_tp > 1:
-        yield (
-            f"pp_weights.gather='pp' leaves actor.parallel.tp={actor_tp} shards of each tensor, and an engine takes complete "
-            f"tensors; set pp_weights.gather=full or actor.parallel.tp=1"
-        )
+        yield from _shard_problems(config, shape)
     if shape is None:
         return
     kv = shape.num_kv_heads
-    fits = [t for t in _divisors(shape.num_heads) if kv % t == 0 or t % kv == 0]
+    fits = [t for t in range(1, shape.num_heads + 1) if shape.num_heads % t == 0 and (kv % t == 0 or t % kv == 0)]
     if tp not in fits:
         yield (
-            f"rollout.tp={tp} must divide num_heads={shape.num_heads} and fit num_kv_heads={kv}; "
-            f"use {' or '.join(map(str, fits))}"
+            f"rollout.tp={tp} must divide num_attention_heads={shape.num_heads} and fit num_key_value_heads={kv}; "
+            f"use {one_of(fits)}"
         )
 
 
+def _shard_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """Shards go from a tp rank to the engine's worker of the same rank as they are, so both sides must cut alike."""
+    tp = config.actor.parallel.tp
+    shards = f"pp_weights.gather='pp' hands over actor.parallel.tp={tp} shards of each tensor"
+    if config.rollout.engine == "hf":
+        yield f"{shards}, and rollout.engine='hf' takes whole ones; set pp_weights.gather=full"
+    elif config.rollout.tp != tp:
+        yield f"{shards}, and rollout.tp={config.rollout.tp} cuts in another way; set rollout.tp={tp} or pp_weights.gather=full"
+    if shape is None:
+        return
+    if shape.num_kv_heads % tp:
+        yield (
+            f"{shards}, and vLLM keeps copies of num_key_value_heads={shape.num_kv_heads} that tp does not divide; "
+            f"set pp_weights.gather=full"
+        )
+    ours, theirs = (_vocabulary_cut(shape.vocab_size, tp, padded) for padded in (32 * tp, 64))
+    if ours != theirs:
+        yield (
+            f"{shards}, and vLLM cuts vocab_size={shape.vocab_size} at {', '.join(map(str, theirs))}, Megatron at "
+            f"{', '.join(map(str, ours))}; set pp_weights.gather=full"
+        )
+
+
+def _vocabulary_cut(vocab_size: int, tp: int, multiple: int) -> list[int]:
+    """Where each tp rank but the first begins, of a vocabulary that is padded to a multiple and cut evenly."""
+    rows = -(-vocab_size // multiple) * multiple // tp
+    return [min(rank * rows, vocab_size) for rank in range(1, tp)]
+
+
 def _layout(key: str, parallel: ParallelConfig, shape: ModelShape) -> ParallelLayout:
-    return ParallelLayout(
-        num_layers=shape.num_layers,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
-        ep=parallel.ep,
-        dp=parallel.dp,
-        layers_per_stage=parallel.layers_per_stage,
-        key=key,
-    )
+    own = {field.name for field in fields(ParallelLayout)}
+    chosen = {field.name: getattr(parallel, field.name) for field in fields(ParallelConfig) if field.name in own}
+    return ParallelLayout(num_layers=shape.num_layers, key=key, **chosen)
 
 
 def _cut_alike(one: ModelShape | None, other: ModelShape | None) -> bool:
@@ -112,11 +134,8 @@ def _axis_problems(key: str, parallel: ParallelConfig) -> Iterator[str]:
 def _tp_problems(key: str, tp: int, shape: ModelShape) -> Iterator[str]:
     if tp < 1:
         return  # the layout refuses it
-    sizes = {size: getattr(shape, size) for size in _SIZES}
-    misfits = [f"{size}={value}" for size, value in sizes.items() if value % tp]
-    if misfits:
-        fits = [t for t in _divisors(shape.num_kv_heads) if all(value % t == 0 for value in sizes.values())]
-        yield f"{key}.tp={tp} does not divide {' and '.join(misfits)}; use {' or '.join(map(str, fits))}"
+    if misfits := shape.tp_misfits(tp):
+        yield f"{key}.tp={tp} does not fit {' and '.join(misfits)}; use {one_of(shape.tp_degrees)}"
 
 
 def _formula(layout: ParallelLayout) -> str:
@@ -128,7 +147,3 @@ def _mend_dp(layout: ParallelLayout, world_size: int) -> str:
     if world_size % rest == 0:
         return f"set {layout.key}.dp={world_size // rest}"
     return f"choose {layout.key}.tp, cp and pp so that their product (now {rest}) divides {world_size}"
-
-
-def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]

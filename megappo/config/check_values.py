@@ -13,7 +13,7 @@ _Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
 _COMMON: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("run.threads_per_rank", "data.task_size", "rollout.tp", "rollout.max_num_seqs")),
     ("at least 1", lambda v: v >= 1, ("rollout.max_prompt_tokens", "rollout.max_new_tokens", "rollout.kv_cache_bytes")),
-    ("at least 1", lambda v: v >= 1, ("rollout.threads", "eval.max_rows", "reward.workers")),
+    ("at least 1", lambda v: v >= 1, ("rollout.threads", "rollout.engines", "eval.max_rows", "reward.workers")),
     ("at least 0", lambda v: v >= 0, ("run.seed", "pp_weights.verify_every")),
     ("more than 0", lambda v: v > 0, ("run.watchdog_s", "reward.timeout_s")),
 )
@@ -29,7 +29,7 @@ _TRAIN: tuple[_Range, ...] = (
     ("at least 0", lambda v: v >= 0, ("algorithm.kl_coef", "actor.entropy_coef")),
     ("more than 0", lambda v: v > 0, ("algorithm.clip_range", "rollout.logprob_tolerance", "critic.value_clip_range")),
     ("between 0 and 1", lambda v: 0 <= v <= 1, ("algorithm.gamma", "algorithm.gae_lambda")),
-    ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("rollout.top_p",)),
+    ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("rollout.top_p", "rollout.gpu_memory_utilization")),
     ("-1 (off) or at least 1", lambda v: v == -1 or v >= 1, ("rollout.top_k",)),
 )
 _EVAL: tuple[_Range, ...] = (

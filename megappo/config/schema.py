@@ -43,7 +43,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel degrees. World size = tp x cp x pp x dp."""
+    """Parallel degrees. Ranks that train = tp x cp x pp x dp."""
 
     tp: int = 1
     """Tensor parallel degree."""
@@ -58,7 +58,19 @@ class ParallelConfig:
     dp: int = 1
     """Data parallel degree."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each stage where they are not even, e.g. [8, 8, 7, 7]."""
+    """Layers of each stage where they are not even, e.g. [8, 8, 7, 7]. Of this, `num_layers_in_...`, `account_for_...` and
+    `pipeline_model_parallel_layout` one can be given."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; the stages after it share the rest evenly."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; the stages before it share the rest evenly. Goes together with the key before."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer of an even split."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the head and the loss as one layer of an even split. Goes together with the key before."""
+    pipeline_model_parallel_layout: str | None = None
+    """The whole split in Megatron's words, e.g. `Et*3|(tt|)*6ttL`: `|` between chunks (all stages' first chunks, then all stages'
+    second ones), E embedding, t layer, L head and loss, x*n and (..)*n for repeats. A chunk may hold no layer."""
     sequence_parallel: bool = False
     """Cut the activations between the tensor-parallel regions along the sequence (Megatron's sequence parallel)."""
 
@@ -171,7 +183,12 @@ class RolloutConfig:
     engine: Literal["vllm", "hf"] = "vllm"
     """`vllm`, or `hf` (transformers' generate: slow, for a machine without vLLM)."""
     tp: int = 1
-    """Tensor parallel degree of the engine."""
+    """Tensor parallel degree of each engine."""
+    engines: int = 1
+    """Number of engines that share the prompts; of each step, and of validation. They are spread evenly over the ranks, the first
+    on rank 0, so that each host of several has its own. Samples do not depend on how many there are."""
+    own_ranks: bool = False
+    """Give each engine a rank that only generates, after the ranks that train: the world grows by `engines`."""
     n: int = 1
     """Responses a prompt."""
     temperature: float = 1.0
@@ -193,6 +210,8 @@ class RolloutConfig:
     """Sequences that the engine runs at once."""
     kv_cache_bytes: int = 268435456
     """Bytes of the engine's KV cache on a CPU."""
+    gpu_memory_utilization: float = 0.4
+    """Share of a GPU's memory that the engine takes, weights and KV cache together (vLLM's option of this name)."""
     threads: int = 1
     """CPU threads of each engine process."""
 
@@ -202,16 +221,43 @@ class WeightsConfig:
     """The hand-over of weights from training to generation (pp_weights)."""
 
     gather: Literal["full", "pp"] = "full"
-    """`full`: complete tensors are gathered over pp and tp. `pp`: only over pp; for actor.parallel.tp=1."""
-    mode: Literal["full"] = "full"
-    """`full`: the whole model in one buffer."""
-    transport: Literal["auto", "shared_memory", "collective"] = "auto"
+    """`full`: complete tensors are gathered over pp and tp. `pp`: only over pp; each of vLLM's workers gets the shard of its tp
+    rank, with rollout.tp = actor.parallel.tp."""
+    mode: Literal["auto", "full", "bucketed"] = "auto"
+    """`full`: the whole model in one buffer. `bucketed`: a stream of buckets of `bucket_bytes`, of which two are in memory; one
+    is gathered while the engine loads the other. `auto`: bucketed where the full buffer would take more than a quarter of the
+    free memory."""
+    bucket_bytes: int = 536870912
+    """Size of a bucket. A larger tensor is cut between its rows and put together again by the engine."""
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = "auto"
     """`shared_memory`: each rank writes its slices into one buffer (one host). `collective`: gather over the process groups.
-    `auto`: shared memory where all ranks are on one host."""
+    `cuda_ipc`: as collective, and the engine reads the GPU memory of the rank that has gathered (one host; not run on a GPU yet).
+    `auto`: shared memory where all ranks are on one host, else collective."""
+    to_engines: Literal["auto", "shared_memory", "broadcast"] = "auto"
+    """How weights reach engines on other ranks than rank 0. `shared_memory`: they read rank 0's memory (one host). `broadcast`:
+    the bytes come over gloo, into memory of their own. `auto`: for each engine, shared memory where it is on rank 0's host."""
     verify_every: int = 1
     """Verify the checksums of every k-th hand-over on the receiving side; 0: never."""
     alignment_bytes: int = 16
     """Every tensor starts at a multiple of this."""
+    zero_copy: bool = False
+    """vLLM reads the weights in the buffer that they were published to, and keeps no copy of them; there are two buffers then,
+    and a publish writes into the one that is not read. On a CPU, with rollout.tp=1, in the model's own dtype, in mode `full`. It
+    saves the copy and the packing after each step, and vLLM computes without packed weights, which is slower."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What leaves the ranks' devices while the engine generates, in `megappo train`: of actor, critic and reference. It comes
+    back where it is used. Worth it where engine and ranks share GPUs; on a CPU it costs memory and saves none. See
+    docs/weights.md."""
+
+    parameters: bool = False
+    """Parameters go to the host, unless they have not changed since they were last there."""
+    gradients: bool = False
+    """The memory of the gradients is given back. Nothing is copied."""
+    optimizer: bool = False
+    """The optimizers' state and master weights go to the host."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +387,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     pp_weights: WeightsConfig = field(default_factory=WeightsConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

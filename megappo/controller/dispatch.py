@@ -21,7 +21,7 @@ Method = TypeVar("Method", bound=Callable[..., object])
 class Dispatch(Enum):
     """How a worker method is called and what comes back.
 
-    ALL: each rank gets the same arguments; the caller gets the list of the results by rank.
+    ALL: each rank gets the same arguments, or tensors of its own; the caller gets the list of the results by rank.
     DP: each rank gets the rows of its data-parallel rank; the method returns (tensors by name, metrics) with one row for each of
     its rows; the caller gets the joined tensors in the batch's order, and the metrics of data-parallel rank 0.
     """

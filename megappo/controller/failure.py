@@ -14,7 +14,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megappo.errors import RunFailed, UserError
+from megappo.errors import PeerFailed, RunFailed, UserError
 
 FILE_NAME = "failure.json"
 LOST_PEER_WORDS = (
@@ -101,6 +101,8 @@ def failure_of(error: BaseException, rank: int, phase: str, run_dir: Path | None
 
 def is_consequence(error: BaseException) -> bool:
     """Whether an exception looks like the loss of another rank rather than a fault of this one."""
+    if isinstance(error, PeerFailed):
+        return True
     text = str(error).lower()
     return isinstance(error, (RuntimeError, ConnectionError)) and any(words in text for words in LOST_PEER_WORDS)
 

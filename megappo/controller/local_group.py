@@ -12,7 +12,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megappo.controller.colocate import ColocatedWorker
 from megappo.controller.dispatch import Dispatch, check_world, collectors, dispatch_mode, rows_of_ranks
-from megappo.controller.failure import Failure, RankFailed, failure_of
+from megappo.controller.failure import Failure, failure_of
 from megappo.controller.watchdog import Watchdog
 from megappo.controller.wire import decode, encode, plain
 from megappo.controller.worker import Tensors, join_rows, num_rows, perform
@@ -40,6 +41,7 @@ class LocalWorkerGroup:
 
     layouts: layout of each role; a role that is only called by Dispatch.ALL needs none.
     worker: this process's own worker, rank 0's.
+    ranks: where each role lives, ascending; a role that is not named lives on all ranks.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class LocalWorkerGroup:
         watchdog: Watchdog | None = None,
         name: str = "controller",
         start_timeout_s: float = 600.0,
+        ranks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.world_size = watchdog.world_size if watchdog else 1
+        self._ranks_of_roles = dict(ranks or {})
         if watchdog and watchdog.rank != 0:
             raise ValueError(f"the driver runs on rank 0, not on rank {watchdog.rank}")
-        for layout in layouts.values():
-            check_world(layout, self.world_size)
+        for role, layout in layouts.items():
+            check_world(layout, len(self.ranks_of(role)))
         self.layouts, self.worker, self._watchdog = dict(layouts), worker, watchdog
         self._call_number = 0
         self._failure: Failure | None = None
@@ -67,42 +71,61 @@ class LocalWorkerGroup:
             with watchdog.phase("waiting for the other ranks"):
                 self._meet(watchdog, name, start_timeout_s)
 
-    def call(self, role: str, method: str, /, tensors: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
+    def ranks_of(self, role: str) -> Sequence[int]:
+        """Where a role lives."""
+        return self._ranks_of_roles.get(role, range(self.world_size))
+
+    def call(
+        self,
+        role: str,
+        method: str,
+        /,
+        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """See WorkerGroup.call. Workers get copies or received bytes, never the memory of `tensors`."""
         if self._failure is not None:
             raise self._failure.error()
-        what = f"{role}.{method}"
-        mode = dispatch_mode(self.worker.method(role, method))
+        what, ranks = f"{role}.{method}", self.ranks_of(role)
+        # A role that the driver's own rank does not have has no rows to split: its layout would be that of the first ranks.
+        mode = dispatch_mode(self.worker.method(role, method)) if 0 in ranks else Dispatch.ALL
         kwargs = plain(kwargs, f"the arguments of {what}")
         if mode is Dispatch.DP:
-            if tensors is None:
+            if not isinstance(tensors, Mapping):
                 raise ValueError(f"{what} is split by rows: it needs tensors")
             if role not in self.layouts:
                 raise ValueError(f"{what} is split by rows: the group was given no layout of the role {role!r}")
             rows = rows_of_ranks(self.layouts[role], num_rows(tensors))
-            collecting = collectors(self.layouts[role])
+            parts: Sequence[_Part] = [_Part(tensors, slices) for slices in rows]
+            collecting: Sequence[int] = collectors(self.layouts[role])
         else:
-            rows = [slice(None)] * self.world_size
-            collecting = list(range(self.world_size))
+            collecting = ranks
+            each = [tensors] * len(ranks) if tensors is None or isinstance(tensors, Mapping) else tensors
+            parts = [_Part(own, slice(None)) for own in each]
+            if len(parts) != len(ranks):
+                raise ValueError(f"{what} was given tensors for {len(parts)} ranks; {role!r} lives on {len(ranks)}")
 
         self._call_number += 1
         header = {"call": self._call_number, "role": role, "method": method, "kwargs": kwargs, "has_tensors": tensors is not None}
-        self._send_to_others(header, tensors, rows, collecting)
-        # A copy, as the other ranks have one: a worker that writes into its rows must not change the driver's batch.
-        own = None if tensors is None else {name: tensor[rows[0]].clone() for name, tensor in tensors.items()}
-        try:
-            with _phase(self._watchdog, what):
-                results = {0: perform(self.worker, role, method, own, kwargs, 0 in collecting)}
-        except Exception as error:
-            raise self._failed(self._own_failure(error, what)) from error
+        part_of = dict(zip(ranks, parts, strict=True))
+        self._send_to_others(header, part_of, collecting)
+        results: dict[int, tuple[Any, Tensors | None]] = {}
+        if 0 in ranks:
+            own = part_of[0].cut()
+            if own is not None:  # copies, as the other ranks have: a worker that writes into its rows must not change the batch
+                own = {name: tensor.clone() for name, tensor in own.items()}
+            try:
+                with _phase(self._watchdog, what):
+                    results[0] = perform(self.worker, role, method, own, kwargs, 0 in collecting)
+            except Exception as error:
+                raise self._failed(self._own_failure(error, what)) from error
         with _phase(self._watchdog, f"waiting for {what}"):
-            results.update(self._collect(what))
+            results.update(self._collect(what, ranks))
         if mode is not Dispatch.DP:
             return [value if found is None else (found, value) for value, found in (results[rank] for rank in collecting)]
-        parts = [results[rank][1] or {} for rank in collecting]
-        joined = join_rows(parts, what)
+        joined = join_rows([results[rank][1] or {} for rank in collecting], what)
         ids = "sample_ids"
-        if tensors and ids in joined and ids in tensors and not torch.equal(joined[ids], tensors[ids]):
+        if isinstance(tensors, Mapping) and ids in joined and ids in tensors and not torch.equal(joined[ids], tensors[ids]):
             raise RunFailed(f"{what} returned its rows in another order than it got them ({ids} differ)")
         return joined, results[collecting[0]][0]
 
@@ -116,7 +139,7 @@ class LocalWorkerGroup:
                 for rank in self._identities:
                     self._send(rank, encode({"call": self._call_number, "stop": True}))
                 with _phase(self._watchdog, "waiting for the other ranks to end"):
-                    self._collect("stop")
+                    self._collect("stop", self._identities)
                 if self._watchdog:
                     self._watchdog.expect_end()
         finally:
@@ -161,16 +184,15 @@ class LocalWorkerGroup:
 
     # -- sending and collecting -----------------------------------------------------------------------------------------------
 
-    def _send_to_others(
-        self, header: dict[str, Any], tensors: Mapping[str, Tensor] | None, rows: list[slice], collecting: list[int]
-    ) -> None:
+    def _send_to_others(self, header: dict[str, Any], part_of: Mapping[int, _Part], collecting: Sequence[int]) -> None:
         encoded: dict[tuple[Any, ...], list[Any]] = {}  # the ranks of one data-parallel rank share their frames
-        for rank in self._identities:
+        for rank, part in part_of.items():
+            if rank == 0:
+                continue
             is_collector = rank in collecting
-            key = (rows[rank].start, rows[rank].stop, is_collector)
+            key = (*part.key, is_collector)
             if key not in encoded:
-                part = None if tensors is None else {name: tensor[rows[rank]] for name, tensor in tensors.items()}
-                encoded[key] = encode({**header, "collect": is_collector}, part)
+                encoded[key] = encode({**header, "collect": is_collector}, part.cut())
             self._send(rank, encoded[key])
 
     def _send(self, rank: int, frames: list[Any]) -> None:
@@ -180,10 +202,12 @@ class LocalWorkerGroup:
             lost = ConnectionResetError(f"connection reset by peer: rank {rank} has left the run ({error})")
             raise self._failed(self._own_failure(lost, "a call")) from error
 
-    def _collect(self, what: str) -> dict[int, tuple[Any, Tensors | None]]:
-        """The answers of all other ranks. Raises the first cause once one reports a failure or the watchdog knows of one."""
+    def _collect(self, what: str, ranks: Iterable[int]) -> dict[int, tuple[Any, Tensors | None]]:
+        """The answers of these ranks but the driver's. Raises the first cause once one reports a failure or the watchdog knows of
+        one."""
         results: dict[int, tuple[Any, Tensors | None]] = {}
-        while len(results) < len(self._identities):
+        awaited = set(ranks) - {0}
+        while results.keys() != awaited:
             frames = _receive_frames(self._socket)
             if frames is None:
                 if self._watchdog and self._watchdog.failure is not None:
@@ -213,6 +237,22 @@ class LocalWorkerGroup:
         return failure.error()
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one rank gets of a call: rows of the tensors that it was called with."""
+
+    tensors: Mapping[str, Tensor] | None
+    rows: slice
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for parts that are the same bytes."""
+        return id(self.tensors), self.rows.start, self.rows.stop
+
+    def cut(self) -> Tensors | None:
+        return None if self.tensors is None else {name: tensor[self.rows] for name, tensor in self.tensors.items()}
+
+
 def serve(worker: ColocatedWorker, watchdog: Watchdog, name: str = "controller", start_timeout_s: float = 600.0) -> None:
     """Carry out the driver's calls on this rank until it says stop. Raises what a method raised, once the driver knows of it."""
     if watchdog.rank == 0:
@@ -237,8 +277,7 @@ def serve(worker: ColocatedWorker, watchdog: Watchdog, name: str = "controller",
 def _serve_one(worker: ColocatedWorker, socket: zmq.Socket[bytes], watchdog: Watchdog) -> bool:
     """Wait for a call and answer it; false: it was stop."""
     while (frames := _receive_frames(socket)) is None:
-        if watchdog.failure is not None:
-            raise RankFailed(watchdog.failure)
+        watchdog.check()
     header, tensors = decode(frames)
     if header.get("stop"):
         watchdog.expect_end()
@@ -261,8 +300,7 @@ def _wait_for_driver(watchdog: Watchdog, key: str, timeout_s: float) -> dict[str
     """Where the driver listens. Looks again and again instead of blocking, so that a failure elsewhere is heard."""
     deadline = time.monotonic() + timeout_s
     while not watchdog.store.check([key]):
-        if watchdog.failure is not None:
-            raise RankFailed(watchdog.failure)
+        watchdog.check()
         if time.monotonic() > deadline:
             raise RunFailed(f"the driver on rank 0 was not there after {timeout_s:g} s; see its log")
         time.sleep(0.02)

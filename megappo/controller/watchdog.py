@@ -3,7 +3,8 @@
 Each rank beats on the rendezvous store: rank r is in phase p since t. A watchdog ends its process where
 - another rank has recorded a failure (on the store or in the run folder),
 - the process of another rank on this host ended without saying goodbye,
-- a rank's beat is missing for `watchdog_s`, or the store does not answer for as long.
+- a rank's beat is missing for `watchdog_s`, or the store does not answer for as long,
+- something that this rank needs is gone, such as its engine's process (`watch`).
 It records the first cause, gives the main thread `grace_s` to end by itself (Python cannot unwind a thread that waits inside gloo
 or NCCL), and then calls os._exit(1).
 """
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +29,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megappo.controller.failure import (
     Failure,
+    RankFailed,
     discard_failure,
     failure_of,
     is_consequence,
@@ -69,6 +71,7 @@ class Watchdog:
         self._peers: dict[int, tuple[str, int]] = {}  # rank -> (host, pid)
         self._process_handles: dict[int, int] = {}  # pidfd -> rank, of the other ranks on this host
         self._seen: dict[int, tuple[str, float]] = {}  # rank -> (last beat, when it changed)
+        self._faults: list[Callable[[], str | None]] = []
         if run_dir is not None and rank == 0:
             discard_failure(run_dir, older_than=psutil.Process().create_time())
         self._beats.set(f"peer/{rank}", json.dumps([socket.gethostname(), os.getpid(), _host_key()]))
@@ -94,6 +97,15 @@ class Watchdog:
         if is_consequence(error):
             own = _with_phases(own, self._phases())
         return self._record(own)
+
+    def check(self) -> None:
+        """Raise the run's failure, if there is one. For whoever waits for another rank."""
+        if self.failure is not None:
+            raise RankFailed(self.failure)
+
+    def watch(self, fault: Callable[[], str | None]) -> None:
+        """Ask `fault` from now on what is wrong with something that this rank needs, e.g. a child process; None: nothing is."""
+        self._faults.append(fault)
 
     def expect_end(self) -> None:
         """From here on the end of other ranks is no failure: the driver has said that the run is over."""
@@ -146,6 +158,7 @@ class Watchdog:
                     self._look_for_failure()
                     self._find_peers()
                     self._check_beats()
+                    self._check_parts()
                 self._last_answer = time.monotonic()
                 self._check_processes(tick)
         except RuntimeError as error:  # DistNetworkError: the process that hosts the store is gone
@@ -199,6 +212,18 @@ class Watchdog:
                 self._seen[rank] = (beat, now)
             elif now - self._seen[rank][1] > self.watchdog_s:
                 self._lost_rank(rank, f"has given no sign of life for {self.watchdog_s:g} s (run.watchdog_s)")
+
+    def _check_parts(self) -> None:
+        for fault in self._faults:
+            what = None if self._is_ending or self.failure is not None else fault()
+            if what is not None:
+                cause = self._wait_for_cause()  # the main thread may be about to tell of it
+                phase = self._phase
+                what = f"cannot go on in {phase}: {what}"
+                own = Failure(
+                    what, self.rank, socket.gethostname(), os.getpid(), phase, time.time(), log=log_path(self.run_dir, self.rank)
+                )
+                self._notice(cause or self._record(own))
 
     def _lost_rank(self, rank: int, what: str) -> None:
         if self._is_ending or self.failure is not None or self._beats.check([f"done/{rank}"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +20,19 @@ class WorkerGroup(Protocol):
 
     world_size: int
 
-    def call(self, role: str, method: str, /, tensors: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Call a role's method on every rank.
+    def call(
+        self,
+        role: str,
+        method: str,
+        /,
+        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a role's method on every rank where the role lives.
 
         Dispatch.DP: `tensors` are split by rows; returns (tensors, metrics) with the rows in the order of the batch.
-        Dispatch.ALL: every rank gets all of `tensors` (if given); returns the list of results by rank.
+        Dispatch.ALL: every rank gets all of `tensors` (if given), or its own where they are a list by rank; returns the list of
+        results by rank.
         kwargs: numbers, strings, booleans, None, lists, dicts.
         Raises RunFailed with the first cause where a rank fails, UserError where it is one that the user can mend.
         """

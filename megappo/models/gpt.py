@@ -58,6 +58,11 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         out: Tensor = super().forward(input_ids=input_ids, position_ids=positions, attention_mask=attention)
         return out
 
+    def forget_pass(self) -> None:
+        """Let go of what the last pass left here: the activations that came from the stage before, positions, indices."""
+        self.set_input_tensor(None)
+        self.rotary_pos_emb.positions = self._scored = None
+
     def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Called by GPTModel.forward behind the decoder."""
         if not self.post_process:
@@ -137,14 +142,11 @@ def transformer_config(
 
 def megatron_layout(layout: ParallelLayout) -> list[list[str]]:
     """Our layer table in megatron's terms: chunk-major rows of layer kinds, so that no offset is computed twice."""
-    rows = []
-    for chunk in range(layout.vpp):
-        for stage in range(layout.pp):
-            row = ["embedding"] * layout.holds_embedding(stage, chunk)
-            row += ["decoder"] * len(layout.layers(stage, chunk))
-            row += ["loss"] * layout.holds_head(stage, chunk)
-            rows.append(row)
-    return rows
+    return [
+        ["embedding"] * held.has_embedding + ["decoder"] * len(held.layers) + ["loss"] * held.has_head
+        for chunk in range(layout.vpp)
+        for held in (row[chunk] for row in layout.table)
+    ]
 
 
 def build_chunks(

@@ -8,15 +8,15 @@ legend: b samples of this data-parallel rank, r response width, n scored tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -28,6 +28,9 @@ from megappo.parallel_state.device import device, has_cuda
 from megappo.parallel_state.groups import RoleGroups
 from megappo.parallel_state.mcore_compat import gloo_has_no_avg
 from megappo.parallel_state.schedule import run_schedule
+
+if TYPE_CHECKING:
+    from megappo.pp_weights.offload import Kind
 
 Batch = Mapping[str, Tensor]
 
@@ -42,11 +45,15 @@ Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class PipelineModel:
-    """The chunks of one model on this rank, with its groups and the way in which its batches are cut."""
+    """The chunks of one model on this rank, with its groups and the way in which its batches are cut.
+
+    onload: called with the kinds of tensors that are about to be used, for a model whose memory may be away in between
+    (`pp_weights.offload.ModelMemory.onload`)."""
 
     def __init__(self, chunks: Sequence[GPTChunk], groups: RoleGroups, batching: MicroBatching) -> None:
         self.chunks: list[GPTChunk] = list(chunks)
         self.runnable: list[Any] = list(chunks)
+        self.onload: Callable[..., object] = lambda *kinds: None
         self.groups = groups
         self.shape = chunks[0].shape
         config = chunks[0].config
@@ -61,9 +68,10 @@ class PipelineModel:
 
     def score(self, batch: Batch, score: Score) -> dict[str, Tensor]:
         """Forward pass. Returns columns (b, r) float32, zero outside the response mask; nothing off the last stage."""
+        self.onload("parameters")
         micro_batches = self._micro_batches(batch, ())
         with self.groups.active(), torch.no_grad():
-            found = run_schedule(self.groups, self.runnable, micro_batches, _forward, score, forward_only=True)
+            found = self._run(micro_batches, score, forward_only=True)
         if not self.groups.is_last_stage:
             return {}
         shape = batch["response_mask"].shape
@@ -74,6 +82,19 @@ class PipelineModel:
                 counts = micro_batch.mask
                 column[micro_batch.rows[counts].cpu(), micro_batch.columns[counts].cpu()] = value[counts].float().cpu()
         return columns
+
+    def tensors(self, kind: Kind) -> Iterator[Tensor]:
+        """All tensors of a kind that this rank holds for the model, buffers of the chunks among the parameters."""
+        if kind == "parameters":
+            for chunk in self.chunks:
+                yield from chunk.parameters()
+                yield from chunk.buffers()
+
+    def _run(self, micro_batches: list[MicroBatch], on_last_stage: Callable[..., Any], forward_only: bool) -> list[Any]:
+        found = run_schedule(self.groups, self.runnable, micro_batches, _forward, on_last_stage, forward_only=forward_only)
+        for chunk in self.chunks:
+            chunk.forget_pass()
+        return found
 
     def _micro_batches(self, batch: Batch, fields: tuple[str, ...]) -> list[MicroBatch]:
         names = ("input_ids", "attention_mask", "response_mask", *fields)
@@ -122,6 +143,7 @@ class Trainee(PipelineModel):
         step: trainer step, from 1; it sets the learning rate. Returns global metrics: the metric sums over the number of tokens,
         `grad_norm` and `lr`. Raises RunFailed where the gradient is not finite: nothing is then changed.
         """
+        self.onload("parameters", "gradients", "optimizer")
         if step > self.scheduler.num_steps:
             self.scheduler.step(step - self.scheduler.num_steps)
         micro_batches = self._micro_batches(batch, fields)
@@ -135,7 +157,7 @@ class Trainee(PipelineModel):
             for chunk in self.runnable:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            found = run_schedule(self.groups, self.runnable, micro_batches, _forward, on_last_stage, forward_only=False)
+            found = self._run(micro_batches, on_last_stage, forward_only=False)
             metrics = self._global_means(found)
             self._refuse_non_finite_gradients()
             succeeded, grad_norm, _ = self.optimizer.step()
@@ -143,8 +165,23 @@ class Trainee(PipelineModel):
                 raise RunFailed(f"{self.name}: the optimizer refused the step (gradient overflow)")
         return {**metrics, "grad_norm": float(grad_norm or 0.0), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
+    def tensors(self, kind: Kind) -> Iterator[Tensor]:
+        """Gradients: Megatron's buffers; what hangs on parameters and their master copies are views of them, since gradients are
+        reduced in float32. Optimizer: the parameters that it steps and its state, which is there from the first step on."""
+        yield from super().tensors(kind)
+        if kind == "gradients":
+            for chunk in self.runnable:
+                yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+        if kind == "optimizer":
+            for optimizer in self._torch_optimizers():
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
+
     def parameter_norm(self) -> float:
         """L2 norm of all parameters of the model, each counted once; the same on every rank."""
+        self.onload("parameters")
         with self.groups.active():
             from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
             from megatron.core.transformer.module import param_is_not_shared
@@ -162,6 +199,11 @@ class Trainee(PipelineModel):
             for group in (self.groups.tp_group, self.groups.pp_group):
                 dist.all_reduce(total, group=group)
         return float(total.sqrt())
+
+    def _torch_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """What Megatron's optimizers drive; those of a rank without parameters drive nothing."""
+        chained = self.optimizer.chained_optimizers if isinstance(self.optimizer, ChainedOptimizer) else [self.optimizer]
+        yield from (wrapped.optimizer for wrapped in chained if wrapped.optimizer is not None)
 
     def _global_means(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
         """Metric sums of all micro-batches and data-parallel ranks over the number of tokens; empty off the last stage."""

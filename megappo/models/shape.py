@@ -61,6 +61,25 @@ class ModelShape:
         multiple = divisor * tp
         return -(-self.vocab_size // multiple) * multiple
 
+    def tp_misfits(self, tp: int) -> list[str]:
+        """Sizes, as `name=value` of config.json, that tensor parallelism of degree tp cannot cut; empty: it fits.
+
+        Query heads and FFN rows are dealt out whole. KV heads are, too, or several ranks share one; then the rows of the fused
+        qkv matrix must come out even, whatever heads they belong to."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        misfits = {f"num_attention_heads={heads}": heads % tp}
+        if kv_heads % tp:
+            misfits[f"num_key_value_heads={kv_heads}"] = tp % kv_heads
+            if tp % kv_heads == 0:
+                misfits[f"head_dim={self.head_dim}"] = (heads + 2 * kv_heads) * self.head_dim % tp
+        misfits[f"intermediate_size={self.ffn_size}"] = self.ffn_size % tp
+        return [size for size, rest in misfits.items() if rest]
+
+    @property
+    def tp_degrees(self) -> list[int]:
+        """The tensor-parallel degrees that fit."""
+        return [tp for tp in range(1, self.num_heads + 1) if not self.tp_misfits(tp)]
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied weights counted once."""

@@ -8,10 +8,11 @@ Words: stage = pipeline rank, chunk = virtual pipeline stage, rank = process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from megappo.errors import UserError
+from megappo.parallel_state.splits import PipelineSplit, layer_counts
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,21 @@ class RankCoordinates:
 
 
 @dataclass(frozen=True)
+class ChunkContent:
+    """What one chunk of one stage holds: layers by their global numbers, maybe none, and the ends of the model."""
+
+    layers: range
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Parallel degrees of one model, and what follows from them.
 
     tp, pp, vpp, cp, ep, dp: degrees, all >= 1. vpp is the number of model chunks on each stage.
     num_layers: transformer layers of the model.
-    layers_per_stage: layers of each of the pp stages, or None for an even split.
+    The keys from `layers_per_stage` on say how layers are dealt out to stages and chunks, see `PipelineSplit`; by default evenly.
 
     Raises UserError where something does not divide, naming the values that would.
     """
@@ -43,6 +53,11 @@ class ParallelLayout:
     ep: int = 1
     dp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
     key: str = "actor.parallel"  # the config section that error messages name
 
     def __post_init__(self) -> None:
@@ -54,60 +69,30 @@ class ParallelLayout:
             raise UserError(
                 f"{self.key}.vpp={self.vpp} needs pipeline stages: with {self.key}.pp=1 set vpp to 1, or raise pp to 2 or more"
             )
-        if self.layers_per_stage is None:
-            self._check_even_split()
-        else:
-            self._check_given_split(self.layers_per_stage)
+        _ = self.table  # refuses what does not fit
 
-    def _check_even_split(self) -> None:
-        pieces = self.pp * self.vpp
-        if self.num_layers % pieces == 0:
-            return
-        if self.num_layers % self.pp:
-            fits = [p for p in range(1, self.num_layers + 1) if self.num_layers % p == 0]
-            raise UserError(
-                f"{self.key}.pp={self.pp} does not divide num_layers={self.num_layers}; use {_one_of(fits)}, or give "
-                f"{self.key}.layers_per_stage"
-            )
-        per_stage = self.num_layers // self.pp
-        fits = [v for v in range(1, per_stage + 1) if per_stage % v == 0]
-        raise UserError(
-            f"{self.key}.vpp={self.vpp} does not divide the {per_stage} layers of each stage "
-            f"(num_layers={self.num_layers}, pp={self.pp}); use {_one_of(fits)}"
-        )
-
-    def _check_given_split(self, split: tuple[int, ...]) -> None:
-        if len(split) != self.pp:
-            raise UserError(
-                f"{self.key}.layers_per_stage={list(split)} has {len(split)} entries; {self.key}.pp={self.pp} needs {self.pp}"
-            )
-        if sum(split) != self.num_layers or min(split) < 1:
-            raise UserError(
-                f"{self.key}.layers_per_stage={list(split)} must hold positive counts that sum to num_layers={self.num_layers} "
-                f"(they sum to {sum(split)})"
-            )
-        for stage, count in enumerate(split):
-            if count % self.vpp:
-                raise UserError(
-                    f"{self.key}.layers_per_stage[{stage}]={count} is not a multiple of {self.key}.vpp={self.vpp}; "
-                    f"use {count // self.vpp * self.vpp or self.vpp} or {(count // self.vpp + 1) * self.vpp}"
-                )
+    @cached_property
+    def table(self) -> tuple[tuple[ChunkContent, ...], ...]:
+        """[stage][chunk] -> what it holds. Layers are numbered chunk-major: all stages' chunk 0, then all stages' chunk 1."""
+        counts = layer_counts(PipelineSplit(**{f.name: getattr(self, f.name) for f in fields(PipelineSplit)}))
+        rows: list[list[ChunkContent]] = [[] for _ in range(self.pp)]
+        start = 0
+        for chunk in range(self.vpp):
+            for stage, row in enumerate(rows):
+                layers = range(start, start + counts[stage][chunk])
+                is_last = (stage, chunk) == (self.pp - 1, self.vpp - 1)
+                row.append(ChunkContent(layers, has_embedding=stage == chunk == 0, has_head=is_last))
+                start = layers.stop
+        return tuple(map(tuple, rows))
 
     @cached_property
     def world_size(self) -> int:
         """Number of ranks: tp x cp x dp x pp (expert parallel ranks are a regrouping of dp and cp ranks)."""
         return self.tp * self.cp * self.dp * self.pp
 
-    @cached_property
-    def stage_layer_counts(self) -> tuple[int, ...]:
-        """Layers of each stage, all its chunks together."""
-        return self.layers_per_stage or (self.num_layers // self.pp,) * self.pp
-
     def layers(self, stage: int, chunk: int = 0) -> range:
-        """Global numbers of the layers that (stage, chunk) holds. Chunk-major: all stages' chunk 0, then all stages' chunk 1."""
-        per_chunk = [count // self.vpp for count in self.stage_layer_counts]
-        first = chunk * sum(per_chunk) + sum(per_chunk[:stage])
-        return range(first, first + per_chunk[stage])
+        """Global numbers of the layers that (stage, chunk) holds; empty where it holds none."""
+        return self.table[stage][chunk].layers
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Coordinates of a rank in Megatron's order."""
@@ -131,22 +116,17 @@ class ParallelLayout:
         ]
 
     def holds_embedding(self, stage: int, chunk: int) -> bool:
-        return stage == 0 and chunk == 0
+        return self.table[stage][chunk].has_embedding
 
     def holds_head(self, stage: int, chunk: int) -> bool:
-        return stage == self.pp - 1 and chunk == self.vpp - 1
+        return self.table[stage][chunk].has_head
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """(tp, pp, vpp, cp, ep, dp, then the layers of each stage): equal for layouts that can share groups."""
-        return (self.tp, self.pp, self.vpp, self.cp, self.ep, self.dp, *self.stage_layer_counts)
+        """(tp, pp, vpp, cp, ep, dp, then the layers of each stage's chunks): equal for layouts that can share groups."""
+        counts = (len(content.layers) for row in self.table for content in row)
+        return (self.tp, self.pp, self.vpp, self.cp, self.ep, self.dp, *counts)
 
     def __str__(self) -> str:
         parts = [f"{n}{getattr(self, n)}" for n in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(self, n) > 1]
         return " x ".join(parts) or "one rank"
-
-
-def _one_of(values: list[int]) -> str:
-    if len(values) > 8:
-        values = values[:7] + values[-1:]
-    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

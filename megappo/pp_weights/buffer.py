@@ -1,116 +1,31 @@
-"""Where does each named tensor lie in one contiguous buffer? Layout, manifest, and the buffer another process can open.
+"""How do named tensors share one contiguous buffer? Views by name into plain memory, or into memory that other processes open.
 
-Format: tensors in natural name order (layers.2 before layers.10), each at a multiple of `alignment_bytes`, row-major bytes, zeros
-between them. Offsets are in bytes, so any mix of dtypes (int8, float8, bool, ...) shares one buffer. The `Manifest` travels with
-the bytes: a receiver derives nothing.
+What lies where is the `Manifest`'s matter.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
 import math
 import mmap
 import os
-import re
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from megappo.errors import RunFailed, UserError
-
-ALIGNMENT_BYTES = 16  # 128 bits
-MANIFEST_FORMAT = 1
-
-
-class TensorMeta(NamedTuple):
-    """Shape and dtype of one tensor; a plain (shape, dtype) pair serves as well."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ManifestEntry:
-    """One tensor in the buffer. dtype: torch's name without the prefix. checksum: `verify.checksum` of the bytes, or None."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-    checksum: int | None = None
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"manifest entry {self.name!r} has the unknown dtype {self.dtype!r}")
-        return dtype
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a buffer holds, and where. Raises ValueError where entries overlap, leave the buffer or contradict themselves."""
-
-    entries: tuple[ManifestEntry, ...]
-    total_bytes: int
-    weight_version: int = 0
-    fingerprint: str = ""
-    alignment_bytes: int = ALIGNMENT_BYTES
-
-    def __post_init__(self) -> None:
-        names = set()
-        end, previous = 0, "the start"
-        for entry in sorted(self.entries, key=lambda e: (e.offset, e.num_bytes)):
-            size = math.prod(entry.shape) * entry.torch_dtype.itemsize
-            if entry.num_bytes != size:
-                raise ValueError(f"manifest entry {entry.name!r} says {entry.num_bytes} bytes; shape and dtype need {size}")
-            if entry.name in names:
-                raise ValueError(f"manifest names {entry.name!r} twice")
-            if entry.offset % self.alignment_bytes:
-                raise ValueError(f"manifest entry {entry.name!r} at {entry.offset} is not a multiple of {self.alignment_bytes}")
-            if entry.offset < end:
-                raise ValueError(f"manifest entry {entry.name!r} at {entry.offset} overlaps {previous}, which ends at {end}")
-            names.add(entry.name)
-            end, previous = entry.offset + entry.num_bytes, repr(entry.name)
-        if end > self.total_bytes:
-            raise ValueError(f"manifest entry {previous} ends at {end}, past the buffer's {self.total_bytes} bytes")
-
-    @property
-    def names(self) -> list[str]:
-        return [entry.name for entry in self.entries]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {entry.name: entry.shape for entry in self.entries}
-
-    def stamped(self, weight_version: int, checksums: Mapping[str, int] | None = None) -> Manifest:
-        """The same layout for another version; checksums of an earlier version are dropped."""
-        sums = checksums or {}
-        stamped = copy.copy(self)  # not `replace`: the layout is as before, so it is not checked again at each hand-over
-        if sums or any(entry.checksum is not None for entry in self.entries):
-            entries = tuple(replace(entry, checksum=sums.get(entry.name)) for entry in self.entries)
-            object.__setattr__(stamped, "entries", entries)
-        object.__setattr__(stamped, "weight_version", weight_version)
-        return stamped
-
-    def to_json(self) -> str:
-        return json.dumps({"format": MANIFEST_FORMAT, **asdict(self)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        fields = json.loads(text)
-        found = fields.pop("format", None)
-        if found != MANIFEST_FORMAT:
-            raise ValueError(f"manifest has format {found!r}; this version reads {MANIFEST_FORMAT}")
-        entries = tuple(ManifestEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields.pop("entries"))
-        return cls(entries=entries, **fields)
+from megappo.pp_weights.manifest import (
+    ALIGNMENT_BYTES,
+    Manifest,
+    ManifestEntry,
+    TensorMeta,
+    build_manifest,
+    check_alignment,
+    dtype_name,
+    round_up,
+)
 
 
 def weight_buffer_meta(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, TensorMeta]:
@@ -131,28 +46,8 @@ def weight_buffer_meta(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> 
 
 def calc_padded_numel(shape: tuple[int, ...], dtype: torch.dtype, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     """Elements that a tensor takes once padded to the alignment: (9,) bfloat16 at 16 bytes takes 16."""
-    _check_alignment(alignment_bytes)
-    return _round_up(math.prod(shape) * dtype.itemsize, alignment_bytes) // dtype.itemsize
-
-
-def natural_order(name: str) -> list[str | int]:
-    """Sort key that puts layers.2 before layers.10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
-
-
-def build_manifest(meta: Mapping[str, TensorMeta], alignment_bytes: int = ALIGNMENT_BYTES, weight_version: int = 0) -> Manifest:
-    """The layout of a buffer for `meta`, without checksums. The fingerprint covers names, shapes and dtypes."""
-    _check_alignment(alignment_bytes)
-    entries = []
-    offset = 0
-    for name in sorted(meta, key=natural_order):
-        shape, dtype = meta[name]
-        num_bytes = math.prod(shape) * dtype.itemsize
-        entries.append(ManifestEntry(name, str(dtype).removeprefix("torch."), tuple(shape), offset, num_bytes))
-        offset += _round_up(num_bytes, alignment_bytes)
-    table = json.dumps([(e.name, e.dtype, e.shape) for e in entries])
-    fingerprint = hashlib.blake2b(table.encode(), digest_size=16).hexdigest()
-    return Manifest(tuple(entries), offset, weight_version, fingerprint, alignment_bytes)
+    check_alignment(alignment_bytes)
+    return round_up(math.prod(shape) * dtype.itemsize, alignment_bytes) // dtype.itemsize
 
 
 @dataclass
@@ -164,7 +59,7 @@ class MemoryBuffer:
 
     def views(self) -> dict[str, torch.Tensor]:
         """Every tensor as a view into the bytes, no copy."""
-        return {entry.name: _view(self.data, entry) for entry in self.manifest.entries}
+        return views_of(self.data, self.manifest)
 
 
 def build_memory_buffer(
@@ -187,8 +82,8 @@ def build_memory_reference(meta: Mapping[str, TensorMeta], memory_buffer: Memory
     views = {}
     for name, (shape, dtype) in meta.items():
         entry = entries.get(name)
-        if entry is None or entry.shape != tuple(shape) or entry.torch_dtype != dtype:
-            held = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
+        if entry is None or entry.held_shape != tuple(shape) or entry.dtype != dtype_name(dtype):
+            held = "nothing" if entry is None else f"{entry.dtype} {entry.held_shape}"
             raise ValueError(f"the buffer holds {held} under {name!r}, not {dtype} {tuple(shape)}")
         views[name] = _view(memory_buffer.data, entry)
     return views
@@ -251,14 +146,18 @@ class WeightBuffer:
 
     def views(self) -> dict[str, torch.Tensor]:
         """Every tensor as a view into the shared memory, no copy."""
-        data = self.data
-        return {entry.name: _view(data, entry) for entry in self.manifest.entries}
+        return views_of(self.data, self.manifest)
 
     def close(self) -> None:
         """Let go of the memory (views that are still held keep it mapped). Safe to call twice."""
         self._data = None
         if self._close_fd is not None:
             self._close_fd()
+
+
+def views_of(data: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Every tensor of the manifest as a view into the bytes `data` (uint8), no copy; of a cut one the rows that are there."""
+    return {entry.name: _view(data, entry) for entry in manifest.entries}
 
 
 def available_memory_bytes() -> int | None:
@@ -291,13 +190,5 @@ def _map(fd: int, num_bytes: int, writable: bool) -> torch.Tensor:
 
 
 def _view(data: torch.Tensor, entry: ManifestEntry) -> torch.Tensor:
-    return data[entry.offset : entry.offset + entry.num_bytes].view(entry.torch_dtype).view(entry.shape)
-
-
-def _round_up(num_bytes: int, multiple: int) -> int:
-    return -(-num_bytes // multiple) * multiple
-
-
-def _check_alignment(alignment_bytes: int) -> None:
-    if alignment_bytes < ALIGNMENT_BYTES or alignment_bytes % ALIGNMENT_BYTES:
-        raise UserError(f"pp_weights.alignment_bytes={alignment_bytes} must be a multiple of 16 (128 bits), e.g. 16, 256 or 512")
+    flat = data[entry.offset : entry.offset + entry.num_bytes]
+    return flat.view(getattr(torch, entry.dtype)).view(entry.held_shape)

@@ -2,21 +2,24 @@
 
 Pure arithmetic plus two views: `Piece.local` of the parameter and `Piece.hf` of the HF tensor have one shape, so that `copy_`
 either way is the whole conversion, bit for bit. Layer numbers are local to the chunk on Megatron's side and global on HF's.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from megappo.errors import UserError
 from megappo.models.families import rules_of
 from megappo.models.families.rules import ParamRule
 from megappo.models.shape import ModelShape
 from megappo.parallel_state.layout import ParallelLayout
+from megappo.parallel_state.splits import one_of
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDING_HF = "model.embed_tokens.weight"
 TIED_COPY = ParamRule("output_layer.weight", (EMBEDDING_HF,), "vocab", "lm_head")
@@ -31,7 +34,7 @@ class Piece:
     into `split` sizes (if any), then [local_start, local_stop) is taken along `local_dim`.
     role: of several holders of the same values one is the "owner", whose values leave; the others are a "replica" (further tp
     ranks of a replicated tensor) or the "tied_copy" (the last stage's embedding).
-    A piece may be empty (start == stop): a vocabulary shard that holds nothing but padding.
+    A piece may be empty (start == stop): a vocabulary shard that holds nothing but padding, or a qkv shard without a key.
     """
 
     param: str
@@ -54,7 +57,7 @@ class Piece:
 
     def local(self, param: torch.Tensor) -> torch.Tensor:
         """View of the parameter."""
-        split = torch.unflatten(param, 0, self.split) if self.split else param
+        split: torch.Tensor = param.unflatten(0, self.split) if self.split else param  # type: ignore[no-untyped-call]
         return split.narrow(self.local_dim, self.local_start, self.local_stop - self.local_start)
 
     def hf(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +68,9 @@ class Piece:
         """View of the HF slice alone (`shape`), with the shape of `local`."""
         if not self.split:
             return hf_slice
-        return torch.unflatten(hf_slice, 0, (self.split[0], self.local_stop - self.local_start, self.split[2]))
+        sizes = (self.split[0], self.local_stop - self.local_start, self.split[2])
+        as_local: torch.Tensor = hf_slice.unflatten(0, sizes)  # type: ignore[no-untyped-call]
+        return as_local
 
 
 def expected_hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -114,6 +119,8 @@ def rule_pieces(rule: ParamRule, shape: ModelShape, tp: int, tp_rank: int, local
             Piece(param, local_shape, name, size, 0, tp_rank * part, (tp_rank + 1) * part, 0, half * part, (half + 1) * part)
             for half, (name, size) in enumerate(zip(names, sizes, strict=True))
         ]
+    if shape.num_kv_heads % tp:
+        return _shared_group_pieces(param, names, sizes, shape, tp, tp_rank)
     groups = shape.num_kv_heads // tp  # query groups of this rank, each stored as (q .. q, k, v)
     queries = shape.num_heads // shape.num_kv_heads
     split = (groups, queries + 2, shape.head_dim)
@@ -126,25 +133,41 @@ def rule_pieces(rule: ParamRule, shape: ModelShape, tp: int, tp_rank: int, local
     return pieces
 
 
+def _shared_group_pieces(
+    param: str, names: list[str], sizes: list[tuple[int, ...]], shape: ModelShape, tp: int, tp_rank: int
+) -> list[Piece]:
+    """The pieces of a fused qkv parameter where several tp ranks share a query group (fewer KV heads than tp).
+
+    Megatron cuts the rows of the whole fused matrix into tp equal runs, across q, k and v and even through a head, and gathers
+    the product before it uses it. So each row is on one rank. A run is part of one group, since the groups divide the ranks."""
+    sharing = tp // shape.num_kv_heads
+    group, place = divmod(tp_rank, sharing)
+    heads = (shape.num_heads // shape.num_kv_heads, 1, 1)  # of q, k and v in a group
+    run = sum(heads) * shape.head_dim // sharing
+    local_shape = (run, *sizes[0][1:])
+    pieces = []
+    begin = -place * run  # where this kind's rows begin, counted from the first row of the run
+    for name, size, count in zip(names, sizes, heads, strict=True):
+        rows = count * shape.head_dim
+        first, last = (min(max(bound, 0), run) for bound in (begin, begin + rows))
+        start = group * rows + first - begin if first < last else 0
+        pieces.append(Piece(param, local_shape, name, size, 0, start, start + last - first, 0, first, last))
+        begin += rows
+    return pieces
+
+
 def check_tensor_parallel(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Raise UserError unless heads, KV heads and FFN rows divide by tp."""
+    """Raise UserError unless tp fits the model's heads and FFN rows."""
     if shape.num_layers != layout.num_layers:
         raise UserError(
             f"{layout.key} is a layout of {layout.num_layers} layers; the model has {shape.num_layers}: give the model's number"
         )
-    sizes = {
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.ffn_size,
-    }
     if shape.num_heads % shape.num_kv_heads:
         raise UserError(
             f"config.json num_attention_heads={shape.num_heads} is not a multiple of num_key_value_heads={shape.num_kv_heads}"
         )
-    fits = [tp for tp in range(1, shape.num_kv_heads + 1) if all(size % tp == 0 for size in sizes.values())]
-    for name, size in sizes.items():
-        if size % layout.tp:
-            raise UserError(f"{layout.key}.tp={layout.tp} does not divide {name}={size}; use {', '.join(map(str, fits))}")
+    if misfits := shape.tp_misfits(layout.tp):
+        raise UserError(f"{layout.key}.tp={layout.tp} does not fit {' and '.join(misfits)}; use {one_of(shape.tp_degrees)}")
 
 
 def _rules_in_chunk(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int) -> Iterator[tuple[ParamRule, int, int]]:

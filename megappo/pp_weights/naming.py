@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from megappo.errors import RunFailed
 from megappo.parallel_state.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megappo.errors import RunFailed
-from megappo.pp_weights.buffer import Manifest
+from megappo.pp_weights.manifest import Manifest, dtype_name
 
 _BLOCK_WORDS = 1 << 14  # 128 KiB of data and as much of factors: both stay in the cache
 _WORD_MASK = (1 << 64) - 1
@@ -71,7 +71,9 @@ def checksums(views: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def verify(manifest: Manifest, views: Mapping[str, torch.Tensor]) -> None:
     """Raise RunFailed unless `views` holds what the manifest names, with its shapes, dtypes and checksums."""
     compare_names(
-        manifest.shapes, {name: tuple(view.shape) for name, view in views.items()}, f"weights version {manifest.weight_version}"
+        {entry.name: entry.held_shape for entry in manifest.entries},
+        {name: tuple(view.shape) for name, view in views.items()},
+        f"weights version {manifest.weight_version}",
     )
     unsummed = [entry.name for entry in manifest.entries if entry.checksum is None]
     if unsummed:
@@ -81,7 +83,7 @@ def verify(manifest: Manifest, views: Mapping[str, torch.Tensor]) -> None:
     damaged = [
         entry.name
         for entry in manifest.entries
-        if views[entry.name].dtype != entry.torch_dtype or checksum(views[entry.name]) != entry.checksum
+        if dtype_name(views[entry.name].dtype) != entry.dtype or checksum(views[entry.name]) != entry.checksum
     ]
     if damaged:
         raise RunFailed(f"weights version {manifest.weight_version}: bytes differ from what was published: {_shorten(damaged)}")

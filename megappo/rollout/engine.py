@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
-if TYPE_CHECKING:
-    from megappo.pp_weights.buffer import WeightBuffer
+from megappo.pp_weights.update import Receiver
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,12 @@ class Completion:
     weight_version: int
 
 
-class RolloutEngine(Protocol):
-    """A generation engine that holds exactly one version of the weights."""
+class RolloutEngine(Receiver, Protocol):
+    """A generation engine that holds exactly one version of the weights.
+
+    As a `Receiver` it takes the next version: start, then for each bucket settle and load, then finish. From start on it refuses
+    to generate, saying why, until an update has been finished. After a failure, or an update that was given up, start may be
+    called again."""
 
     @property
     def weight_version(self) -> int | None:
@@ -49,13 +52,13 @@ class RolloutEngine(Protocol):
         Raises RunFailed where no complete version of the weights is held, saying why."""
         ...
 
-    def update_weights(self, buffer: WeightBuffer, verify: bool) -> None:
-        """Take the weights in `buffer`. After a failure the engine refuses to generate until an update succeeds."""
-        ...
-
     def sleep(self) -> None: ...
 
     def wake(self) -> None: ...
+
+    def fault(self) -> str | None:
+        """What ended the engine's process, if it has one and that is gone. For a thread that watches while the engine is idle."""
+        ...
 
     def close(self) -> None:
         """End the engine and everything it started. Safe to call twice."""

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from megappo.algorithms.masking import response_mask_from_eos
 from megappo.errors import RunFailed
-from megappo.pp_weights.verify import compare_names
-from megappo.pp_weights.verify import verify as verify_bytes
+from megappo.pp_weights.assemble import Assembler
+from megappo.pp_weights.cuda_ipc import memory_of
+from megappo.pp_weights.update import Bucket, Update
+from megappo.rollout.announce import check_announcement
 from megappo.rollout.engine import Completion, SamplingParams
 from megappo.rollout.request import check_request, read_limits
 from megappo.rollout.state import EngineState
-
-if TYPE_CHECKING:
-    from megappo.pp_weights.buffer import WeightBuffer
 
 
 class HfEngine:
@@ -40,8 +38,8 @@ class HfEngine:
         with torch.random.fork_rng(devices=[]):  # the random start must not move the trainer's generator
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         self._model = model.to(self._device).eval().requires_grad_(False)
-        parameters = dict(model.named_parameters())  # tied ones come once
-        self._expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self._parameters = dict(model.named_parameters())  # tied ones come once
+        self._expected = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     @property
     def weight_version(self) -> int | None:
@@ -51,22 +49,27 @@ class HfEngine:
     def wait_ready(self) -> None:
         """Nothing to wait for: construction has loaded the model."""
 
+    def start(self, update: Update) -> None:
+        self._state.begin_update(update.version)
+        with self._state.updating():
+            if update.shards > 1:
+                raise RunFailed(f"the hf engine takes whole tensors, not {update.shards} shards; use pp_weights.gather=full")
+            check_announcement(update, self._expected, "transformers")
+            self._assembler = Assembler(update)
+
+    def settle(self) -> None:
+        """Nothing to wait for: `load` has read the bucket."""
+
     @torch.no_grad()
-    def update_weights(self, buffer: WeightBuffer, verify: bool) -> None:
-        manifest = buffer.manifest
-        version = manifest.weight_version
-        self._state.begin_update(version)
-        try:
-            compare_names(self._expected, manifest.shapes, f"weights version {version} for transformers")
-            views = buffer.views()
-            if verify:
-                verify_bytes(manifest, views)
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(views[name])
-        except RunFailed as error:
-            self._state.fail_update(version, str(error))
-            raise
-        self._state.commit(version)
+    def load(self, bucket: Bucket) -> None:
+        with self._state.updating(), memory_of(bucket.paths[0], bucket.manifests[0]) as views:
+            for name, tensor in self._assembler.tensors(bucket.manifests[0], views):
+                self._parameters[name].copy_(tensor)
+
+    def finish(self) -> None:
+        with self._state.updating():
+            self._assembler.finish()
+            self._state.commit()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         version = self._state.require_generate()
@@ -84,9 +87,13 @@ class HfEngine:
     def wake(self) -> None:
         self._state.wake()
 
+    def fault(self) -> str | None:
+        """None: it has no process of its own."""
+        return None
+
     def close(self) -> None:
         self._state.close()
-        self._model = None
+        self._model, self._parameters = None, {}
 
     @torch.no_grad()
     def _generate_batch(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megappo.errors import UserError
+from megappo.models.quantised import quantisation
 from megappo.models.shape import read_hf_config
 from megappo.rollout.engine import SamplingParams
 
@@ -25,7 +25,10 @@ class EngineLimits:
 def read_limits(model_path: str | Path, max_model_len: int) -> EngineLimits:
     """Limits of an engine for this folder. Raises UserError for quantised models and for lengths past the model's positions."""
     config = read_hf_config(model_path)
-    refuse_quantised(model_path, config)
+    if quantised := quantisation(model_path):
+        raise UserError(
+            f"{model_path} is quantised ({quantised}), but weights are published unquantised; give an unquantised folder"
+        )
     positions = config.get("max_position_embeddings")
     if positions is not None and max_model_len > positions:
         raise UserError(
@@ -33,16 +36,6 @@ def read_limits(model_path: str | Path, max_model_len: int) -> EngineLimits:
             f"{model_path}; make one of them smaller"
         )
     return EngineLimits(max_model_len, int(config["vocab_size"]))
-
-
-def refuse_quantised(model_path: str | Path, config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UserError(
-            f"{model_path}: quantization_config={method!r} in config.json, but weights are published unquantised; give an "
-            "unquantised folder"
-        )
 
 
 def check_request(limits: EngineLimits, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:

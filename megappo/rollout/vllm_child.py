@@ -6,6 +6,7 @@ Started by `vllm_engine.VllmEngine` only. It leads its own process group and end
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import socket
@@ -16,7 +17,7 @@ from megappo.errors import RunFailed, UserError
 from megappo.lifeline import die_with_parent, kill_own_group
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import SamplingParams
-from megappo.rollout.wire import pack_completions, unpack_ragged, unpack_seeds
+from megappo.rollout.wire import pack_completions, unpack_ragged, unpack_seeds, unpack_update
 
 logger = logging.getLogger("megappo")
 
@@ -80,24 +81,37 @@ class Server:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from megappo.rollout import vllm_adapter
+        from megappo.rollout.vllm_drive import Updates
 
         self._vllm = vllm_adapter
         self._settings = vllm_adapter.VllmSettings(**settings)
         self._llm = vllm_adapter.start(self._settings)
-        self._expected = vllm_adapter.expected_weights(self._llm)
-        self.operations = {"generate": self.generate, "update": self.update, "sleep": self.sleep, "wake": self.wake}
+        self._updates = Updates(self._llm, self._settings.tp, self._settings.zero_copy)
+        self.operations = {
+            "generate": self.generate,
+            "start_update": self.start_update,
+            "load": self.load,
+            "finish_update": self.finish_update,
+            "sleep": self.sleep,
+            "wake": self.wake,
+        }
 
     def generate(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
         prompts, lengths, seeds = frames
         sampling = SamplingParams(**{**header["sampling"], "stop_token_ids": tuple(header["sampling"]["stop_token_ids"])})
         return pack_completions(*self._vllm.generate(self._llm, unpack_ragged(prompts, lengths), sampling, unpack_seeds(seeds)))
 
-    def update(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
-        from megappo.pp_weights.buffer import Manifest
-
-        manifest = Manifest.from_json(frames[0].decode())
-        self._vllm.update(self._llm, self._expected, header["path"], manifest, header["verify"])
+    def start_update(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        self._updates.start(unpack_update(json.loads(frames[0])))
         return ()
+
+    def load(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        """frames: the manifest of each path, as JSON, for the workers."""
+        self._updates.load([(path, frame.decode()) for path, frame in zip(header["paths"], frames, strict=True)])
+        return ()
+
+    def finish_update(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
+        return (json.dumps({"cloned_bytes": self._updates.finish()}).encode(),)
 
     def sleep(self, header: dict[str, Any], frames: list[bytes]) -> tuple[bytes, ...]:
         self._vllm.sleep(self._llm, self._settings)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import signal
 import socket
@@ -14,18 +16,18 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from megappo.errors import RunFailed, UserError
 from megappo.models.shape import read_hf_config
+from megappo.pp_weights.update import Bucket, Update
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import Completion, SamplingParams
 from megappo.rollout.request import check_request, read_limits
 from megappo.rollout.state import EngineState
-from megappo.rollout.wire import pack_ragged, pack_seeds, unpack_completions
+from megappo.rollout.wire import pack_ragged, pack_seeds, pack_update, unpack_completions
 
-if TYPE_CHECKING:
-    from megappo.pp_weights.buffer import WeightBuffer
+logger = logging.getLogger("megappo")
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "OMPI_", "PMI_")
@@ -35,7 +37,9 @@ _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LD_PRELOAD")
 class VllmEngine:
     """vLLM behind the `RolloutEngine` Protocol. Construction returns at once; the first use waits until the child is ready.
 
-    log_path: file that takes everything the child prints. With device="cuda" it has not run yet (see vllm_adapter).
+    log_path: file that takes everything the child prints. zero_copy: read the weights in the trainer's buffer (on a CPU, tp=1).
+    devices: which of the GPUs that this process sees are the engine's; None: all. With device="cuda" it has not run yet (see
+    vllm_adapter).
     """
 
     def __init__(
@@ -51,15 +55,20 @@ class VllmEngine:
         gpu_memory_utilization: float = 0.4,
         threads: int = 1,
         device: str = "cpu",
+        devices: tuple[int, ...] | None = None,
+        zero_copy: bool = False,
         start_timeout_s: float = 600.0,
     ) -> None:
         self._limits = read_limits(model_path, max_model_len)
+        if zero_copy and device != "cpu":
+            raise UserError("pp_weights.zero_copy=true is for a CPU, and the engine runs on a GPU; turn it off")
         _check_model(model_path, tp, device)
-        self.log_path = Path(log_path)
+        self.log_path, self.zero_copy = Path(log_path), zero_copy
         self._state = EngineState("the vLLM engine")
         self._start_timeout_s = start_timeout_s
         self._ready = False
         self._doing = "start"
+        self._reading = False  # a bucket is being read, and the reply has not been taken
         settings = {
             "model_path": str(model_path),
             "dtype": dtype,
@@ -69,8 +78,9 @@ class VllmEngine:
             "kv_cache_bytes": kv_cache_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "device": device,
+            "zero_copy": zero_copy,
         }
-        self._process, sock = _start_child(self.log_path, child_environment(os.environ, threads, device))
+        self._process, sock = _start_child(self.log_path, child_environment(os.environ, threads, device, devices))
         self._channel = Channel(sock, on_idle=self._check_alive)
         self._finalizer = weakref.finalize(self, _end_child, self._process, self._channel, os.getpid())
         self._deadline = time.monotonic() + start_timeout_s
@@ -98,16 +108,29 @@ class VllmEngine:
         frames = self._call("generate", {"sampling": asdict(sampling)}, *pack_ragged(prompts), pack_seeds(seeds))
         return unpack_completions(frames, version)
 
-    def update_weights(self, buffer: WeightBuffer, verify: bool) -> None:
-        version = buffer.manifest.weight_version
-        self._state.begin_update(version)
-        try:
-            self._call("update", {"path": buffer.path, "verify": verify}, buffer.manifest.to_json().encode())
-        except RunFailed as error:
-            if self._state.status != "closed":
-                self._state.fail_update(version, str(error))
-            raise
-        self._state.commit(version)
+    def start(self, update: Update) -> None:
+        self._state.begin_update(update.version)
+        with self._state.updating():
+            self._call("start_update", {}, json.dumps(pack_update(update)).encode())
+
+    def settle(self) -> None:
+        if self._reading:
+            with self._state.updating():
+                self._receive_load()
+
+    def load(self, bucket: Bucket) -> None:
+        """Returns at once; `settle` waits until the bucket is read."""
+        with self._state.updating():
+            self._send("load", {"paths": bucket.paths}, *(manifest.to_json().encode() for manifest in bucket.manifests))
+            self._reading = True
+
+    def finish(self) -> None:
+        self.settle()
+        with self._state.updating() as version:
+            (reply,) = self._call("finish_update", {})
+            self._state.commit()
+        cloned = json.loads(reply)["cloned_bytes"]
+        logger.debug("weights version %d is in vLLM; %.1f MB were copied because it held on to them", version, cloned / 1e6)
 
     def sleep(self) -> None:
         """Give weights and KV cache up (on every device, so that a CPU run shows what a GPU run would)."""
@@ -118,18 +141,36 @@ class VllmEngine:
         self._state.wake()
         self._call("wake", {})
 
+    def fault(self) -> str | None:
+        try:
+            info = _exit_info(self.pid)
+        except ChildProcessError:  # it was closed and reaped
+            return None
+        # Asked second: `close` says so before it ends the process.
+        return None if info is None or self._state.status == "closed" else self._obituary(info, "after")
+
     def close(self) -> None:
         self._state.close()
         self._finalizer()
 
     def _call(self, operation: str, header: dict[str, Any], *frames: bytes) -> list[bytes]:
+        self._send(operation, header, *frames)
+        return self._receive()
+
+    def _send(self, operation: str, header: dict[str, Any], *frames: bytes) -> None:
         self.wait_ready()
+        if self._reading:
+            with contextlib.suppress(RunFailed):  # of an update that was given up; a dead engine shows in what follows
+                self._receive_load()
         self._doing = operation
         try:
             self._channel.send({"op": operation, **header}, *frames)
         except ChannelClosed:
             self._raise_dead()
-        return self._receive()
+
+    def _receive_load(self) -> None:
+        self._reading = False
+        self._receive()
 
     def _receive(self) -> list[bytes]:
         try:
@@ -154,13 +195,16 @@ class VllmEngine:
         deadline = time.monotonic() + 5.0
         while (info := _exit_info(self.pid)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
+        self._fail(self._obituary(info, "in"))
+
+    def _obituary(self, info: os.waitid_result | None, when: Literal["in", "after"]) -> str:
         if info is None:
             how = "closed its socket"
         elif info.si_code == os.CLD_EXITED:
             how = f"ended with exit code {info.si_status}"
         else:
             how = f"was killed by {signal.Signals(info.si_status).name}"
-        self._fail(f"the vLLM engine (pid {self.pid}) {how} in {self._doing}; its log {self.log_path} ends: {self._last_line()}")
+        return f"the vLLM engine (pid {self.pid}) {how} {when} {self._doing}; its log {self.log_path} ends: {self._last_line()}"
 
     def _fail(self, message: str) -> NoReturn:
         self._state.close(message)
@@ -179,8 +223,12 @@ def _exit_info(pid: int) -> os.waitid_result | None:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
-def child_environment(environment: Mapping[str, str], threads: int, device: str) -> dict[str, str]:
-    """The child's environment: nothing of the trainer's launcher; vLLM quiet, offline, in one process; `threads` CPU threads."""
+def child_environment(
+    environment: Mapping[str, str], threads: int, device: str, devices: Sequence[int] | None = None
+) -> dict[str, str]:
+    """The child's environment: nothing of the trainer's launcher; vLLM quiet, offline, in one process; `threads` CPU threads.
+
+    devices: which of the GPUs that the trainer sees the child may see; None: the same."""
     env = {k: v for k, v in environment.items() if k not in _LAUNCHER_NAMES and not k.startswith(_LAUNCHER_PREFIXES)}
     package_root = str(Path(__file__).resolve().parents[2])
     env |= {
@@ -192,6 +240,9 @@ def child_environment(environment: Mapping[str, str], threads: int, device: str)
         "HF_HUB_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if devices is not None:
+        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] if visible else str(index) for index in devices)
     if device == "cpu":
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer's ranks share the cores
     return env

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megappo.checkpoint.format import saved_step
 from megappo.config.schema import Config
 from megappo.controller.worker import WorkerGroup
 from megappo.data.load import Data
@@ -16,10 +17,10 @@ from megappo.observe.trackers import open_trackers
 from megappo.rewards.score import Scorer
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.evaluate import Evaluation
-from megappo.trainer.export import check_start, export_published
 from megappo.trainer.ppo import PPO, timed
 from megappo.trainer.rollout import to_rows
 from megappo.trainer.sft import warm_start
+from megappo.trainer.start_check import StartCheck
 from megappo.trainer.workers import WeightPublisher
 
 
@@ -49,9 +50,13 @@ def drive_ppo(driver: Driver) -> None:
     assert engine is not None and scorer is not None
     evaluation = driver.evaluation()
     prompts = PromptStream(data.train, config.run.seed, config.data.shuffle, config.data.weights)
-    ppo = PPO(config, workers, engine, publisher, data.tokenizer, prompts, scorer)
-    ppo.publish(version=0)
-    check_start(publisher, config)
+    # Before anything is generated, in every life of a run. A checkpoint's weights keep the version that they were saved with.
+    first_version = saved_step(config.model.path)
+    ppo = PPO(config, workers, engine, data.tokenizer, prompts, scorer, first_version)
+    publisher.receivers = [engine, StartCheck(publisher.manager.plan, config.model.path)]
+    ppo.publish(first_version)
+    publisher.receivers = [engine]
+    ppo.offload()
 
     def validate(step: int) -> dict[str, float]:
         assert evaluation is not None
@@ -79,7 +84,7 @@ def drive_ppo(driver: Driver) -> None:
                 rewards.append(metrics["reward/mean"])
     finally:
         trackers.close()
-    export_published(run_dir / "final", publisher, config)
+    workers.call("weights", "export", folder=str(run_dir / "final"), config_from=config.model.path)
     for line in summary_lines(rewards, before, after):
         print(line, flush=True)  # noqa: T201 - the result of the command, for scripts
 
@@ -87,7 +92,9 @@ def drive_ppo(driver: Driver) -> None:
 def drive_sft(driver: Driver) -> None:
     """The whole warm start. Without an engine nothing is evaluated."""
     data = driver.data
-    warm_start(driver.config, driver.workers, driver.engine, driver.publisher, data.tokenizer, data.train, driver.evaluation())
+    if driver.engine is not None:
+        driver.publisher.receivers = [driver.engine]
+    warm_start(driver.config, driver.workers, driver.engine, data.tokenizer, data.train, driver.evaluation())
 
 
 def _every(step: int, period: int) -> bool:

@@ -15,8 +15,11 @@ from megappo.data.tokenizer import load_tokenizer
 from megappo.observe.metrics import as_json_number
 from megappo.observe.rollouts import write_rows
 from megappo.parallel_state.device import device
-from megappo.pp_weights.buffer import TensorMeta, WeightBuffer, build_manifest
+from megappo.pp_weights.assemble import deliver
+from megappo.pp_weights.buffer import WeightBuffer
+from megappo.pp_weights.manifest import TensorMeta, build_manifest
 from megappo.pp_weights.mapping import expected_hf_tensors
+from megappo.pp_weights.plan import model_order
 from megappo.pp_weights.verify import checksums
 from megappo.rewards.score import Scorer
 from megappo.rollout.factory import make_engine
@@ -38,7 +41,7 @@ def evaluate(plan: Plan) -> int:
     try:
         with Scorer(config.reward, folder / "logs" / "reward.log") as scorer:
             buffer = _weights(plan)
-            engine.update_weights(buffer, verify=True)
+            deliver(engine, buffer, verify=True)
             buffer.close()
             sampled = f" and {config.eval.samples} sampled" if config.eval.samples else ""
             log.info("%s: a greedy%s responses to each of %d prompts", config.model.path, sampled, len(rows))
@@ -84,7 +87,8 @@ def _weights(plan: Plan) -> WeightBuffer:
     """The model's tensors in one buffer, checksummed, as version 0."""
     dtype = getattr(torch, plan.config.rollout.dtype or plan.config.model.dtype)
     sizes = expected_hf_tensors(plan.shapes["actor"])
-    buffer = WeightBuffer.create(build_manifest({name: TensorMeta(size, dtype) for name, size in sizes.items()}))
+    meta = {name: TensorMeta(size, dtype) for name, size in sizes.items()}
+    buffer = WeightBuffer.create(build_manifest(meta, order=model_order(plan.shapes["actor"])))
     views = buffer.views()
     for name, tensor in hf_tensors(plan.config.model.path):
         views[name].copy_(tensor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,27 +26,25 @@ from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.batch import mini_batches
 from megappo.trainer.rollout import Sample, generate, sampling_params, score_requests, to_batch
 
-if TYPE_CHECKING:
-    from megappo.trainer.workers import WeightPublisher
-
 Batch = dict[str, Tensor]
 INPUTS = ("input_ids", "attention_mask", "response_mask", "sample_ids")
 
 
 class PPO:
-    """One step at a time: `publish` once, then `step` for 1, 2, 3 ..."""
+    """One step at a time: `publish` `first_version` once, then `step` for 1, 2, 3 ... Step s publishes version
+    first_version + s."""
 
     def __init__(
         self,
         config: Config,
         workers: WorkerGroup,
         engine: RolloutEngine,
-        publisher: WeightPublisher,
         tokenizer: Tokenizer,
         prompts: PromptStream,
         scorer: Scorer,
+        first_version: int = 0,
     ) -> None:
-        self.config, self.workers, self.engine, self.publisher = config, workers, engine, publisher
+        self.config, self.workers, self.engine, self.first_version = config, workers, engine, first_version
         self.tokenizer, self.prompts, self.scorer = tokenizer, prompts, scorer
         self.samples: Sequence[Sample] = ()
         self.scores = Scores((), (), (), {})
@@ -93,17 +90,26 @@ class PPO:
                 metrics |= self._update("critic", config.critic, batch, ("values", "returns"), step)
             with timed(metrics, "update_actor"):
                 metrics |= self._update("actor", config.actor, batch, ("old_log_probs", "advantages"), step)
+            norm_before, self.parameter_norm = self.parameter_norm, self.workers.call("actor", "parameter_norm")[0]
+            metrics["actor/param_norm_delta"] = self.parameter_norm - norm_before
             with timed(metrics, "publish"):
-                self.publish(version=step)
+                metrics |= self.publish(self.first_version + step)
+            metrics["perf/publish_gb_per_s"] = metrics["weights/bytes"] / 1e9 / metrics["timing_s/publish"]
+            metrics |= self.offload()
         return metrics | self._describe(batch, advantages, metrics["timing_s/step"])
 
-    def publish(self, version: int) -> None:
-        """Hand the actor's weights to the engine, which holds `version` from then on."""
+    def publish(self, version: int) -> dict[str, float]:
+        """Hand the actor's weights to the engine, which holds `version` from then on (see trainer/workers.WeightPublisher)."""
         every = self.config.pp_weights.verify_every
         verify = every > 0 and version % every == 0
-        self.workers.call("weights", "publish", version=version, verify=verify)
-        assert self.publisher.buffer is not None, "rank 0 receives the weights"
-        self.engine.update_weights(self.publisher.buffer, verify)
+        found: dict[str, float] = self.workers.call("weights", "publish", version=version, verify=verify)[0]
+        return found
+
+    def offload(self) -> dict[str, float]:
+        """Take off the ranks' devices what config.offload names; what a call needs of it comes back with the call."""
+        ranks: list[dict[str, float]] = self.workers.call("memory", "offload")
+        totals = {name: sum(rank[name] for rank in ranks) for name in ranks[0] if name.startswith("memory/")}
+        return totals | {name: max(rank[name] for rank in ranks) for name in ranks[0].keys() - totals}
 
     def _score(self, role: str, method: str, batch: Batch) -> Batch:
         columns: Batch = self.workers.call(role, method, {name: batch[name] for name in INPUTS})[0]
@@ -139,7 +145,6 @@ class PPO:
         scores = batch["scores"][~skipped]
         lengths = torch.tensor([float(len(sample.completion.token_ids)) for sample in self.samples])
         reasons = [sample.completion.finish_reason for sample in self.samples]
-        norm_before, self.parameter_norm = self.parameter_norm, self.workers.call("actor", "parameter_norm")[0]
         return {
             "reward/mean": scores.mean().item(),
             "reward/std": scores.std(correction=0).item(),
@@ -157,9 +162,7 @@ class PPO:
             "critic/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
             "critic/values_mean": masked_mean(batch["values"], mask).item(),
             "critic/returns_mean": masked_mean(batch["returns"], mask).item(),
-            "actor/param_norm_delta": self.parameter_norm - norm_before,
             "weights/version": self.engine.weight_version or 0,
-            "weights/bytes": self.publisher.buffer.manifest.total_bytes if self.publisher.buffer else 0,
             "memory/rank_peak_bytes": max(self.workers.call("process", "peak_memory_bytes")),
             "perf/tokens_per_second": batch["attention_mask"].sum().item() / step_s,
         }

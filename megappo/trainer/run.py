@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,19 +15,22 @@ from megappo.config.check import Plan
 from megappo.trainer.run_folder import open_run_folder
 
 if TYPE_CHECKING:
-    from megappo.rewards.score import Scorer
+    from megappo.controller.watchdog import Watchdog
+    from megappo.controller.worker import WorkerGroup
+    from megappo.pp_weights.delivery import Lead
     from megappo.rollout.engine import RolloutEngine
+    from megappo.trainer.workers import WeightPublisher
 
 
 def train(plan: Plan) -> int:
     """PPO. Returns the exit code; raises UserError or RunFailed with the first cause."""
     roles = ("actor", "critic", *(("reference",) if plan.config.reference.enabled else ()))
-    return _run(Job(plan, "drive_ppo", roles, has_engine=True))
+    return _run(Job(plan, "drive_ppo", roles))
 
 
 def sft(plan: Plan) -> int:
     """The supervised warm start. Returns the exit code; raises UserError or RunFailed with the first cause."""
-    return _run(Job(plan, "drive_sft", ("actor",), has_engine=plan.config.sft.evaluate_every > 0))
+    return _run(Job(plan, "drive_sft", ("actor",)))
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,6 @@ class Job:
     plan: Plan
     drive: Literal["drive_ppo", "drive_sft"]
     roles: tuple[str, ...]
-    has_engine: bool
 
     @property
     def run_dir(self) -> Path:
@@ -61,52 +65,128 @@ def _preload() -> None:
 
 
 def _rank(job: Job) -> int:
-    """One rank's life: join the world, load the data (rank 0), build the models, then drive (rank 0) or serve."""
+    """One rank's life: join the world, start this rank's engine, then train or only generate."""
     import torch
+
+    from megappo.controller.rendezvous import join_world
+    from megappo.controller.watchdog import Watchdog
+
+    run = job.plan.config.run
+    torch.set_num_threads(run.threads_per_rank)
+    rank, world_size, store = join_world(os.environ)
+    trains = rank < job.plan.training_ranks
+    if trains:
+        _preload()
+    with Watchdog(store, rank, world_size, job.run_dir, run.watchdog_s) as watchdog, _engine(job, rank) as engine:
+        if engine is not None:
+            watchdog.watch(engine.fault)
+        if trains:
+            _train(job, watchdog, engine)
+        else:
+            from megappo.trainer.engine_rank import serve_engine
+
+            assert engine is not None, "what a rank that does not train is for"
+            serve_engine(engine, watchdog)
+    return 0
+
+
+@contextlib.contextmanager
+def _engine(job: Job, rank: int) -> Iterator[RolloutEngine | None]:
+    """This rank's engine, if it has one. It starts before the models, so that both load at the same time."""
+    plan = job.plan
+    if rank not in plan.engine_ranks:
+        yield None
+        return
+    from megappo.parallel_state.device import device
+    from megappo.rollout.factory import engine_devices, make_engine
+
+    number, on = plan.engine_ranks.index(rank), device().type
+    own = engine_devices(rank, int(os.environ["LOCAL_RANK"]), plan.training_ranks, plan.config.rollout.tp)
+    engine = make_engine(
+        plan.config,
+        plan.config.model.path,
+        log_path=job.run_dir / "logs" / (f"engine_{number}.log" if number else "engine.log"),
+        device=on,
+        devices=own if on == "cuda" else None,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _train(job: Job, watchdog: Watchdog, engine: RolloutEngine | None) -> None:
+    """Load the data (rank 0), build the models, then drive (rank 0) or serve."""
     import torch.distributed as dist
 
     from megappo.controller.local_group import LocalWorkerGroup, serve
-    from megappo.controller.rendezvous import join_world
-    from megappo.controller.watchdog import Watchdog
     from megappo.data.load import load_data
-    from megappo.parallel_state.device import device, start_world
+    from megappo.parallel_state.device import start_world
     from megappo.rewards.score import Scorer
-    from megappo.rollout.factory import make_engine
 
-    _preload()
-    config, run_dir, roles = job.plan.config, job.run_dir, job.roles
-    torch.set_num_threads(config.run.threads_per_rank)
-    rank, world_size, store = join_world(os.environ)
-    engine: RolloutEngine | None = None
-    scorer: Scorer | None = None
-    with Watchdog(store, rank, world_size, run_dir, config.run.watchdog_s) as watchdog:
-        try:
-            if rank == 0 and job.has_engine:  # first, so that the engine starts while the models load
-                engine = make_engine(config, config.model.path, log_path=run_dir / "logs" / "engine.log", device=device().type)
-            if rank == 0:  # before the models, so that a row or a reward that cannot be used ends the run at once
-                with watchdog.phase("load data"):
-                    data = load_data(config)
-                if job.has_engine:
-                    with watchdog.phase("load rewards"):
-                        scorer = Scorer(config.reward, run_dir / "logs" / "reward.log")
-            with watchdog.phase("build models"):
-                start_world(store, rank, world_size)
-                from megappo.trainer.workers import build_worker
+    plan, config, rank = job.plan, job.plan.config, watchdog.rank
+    with contextlib.ExitStack() as stack:
+        scorer: Scorer | None = None
+        if rank == 0:  # before the models, so that a row or a reward that cannot be used ends the run at once
+            with watchdog.phase("load data"):
+                data = load_data(config)
+            if plan.engine_ranks:
+                with watchdog.phase("load rewards"):
+                    scorer = stack.enter_context(Scorer(config.reward, job.run_dir / "logs" / "reward.log"))
+        with watchdog.phase("build models"):
+            start_world(watchdog.store, rank, plan.training_ranks)
+            from megappo.trainer.workers import build_worker
 
-                models = build_worker(job.plan, roles)
-            if rank > 0:
-                serve(models.worker, watchdog)
-            else:
-                from megappo.trainer import drive
+            models = build_worker(plan, job.roles, engine)
+        with watchdog.phase("meet the engines"):
+            lead = stack.enter_context(_delivery(plan, watchdog, models.publisher, engine))
+        if rank > 0:
+            serve(models.worker, watchdog)
+        else:
+            from megappo.trainer import drive
 
-                layouts = {role: job.plan.layouts[role] for role in roles}
-                with LocalWorkerGroup(layouts, models.worker, watchdog) as workers, watchdog.phase("driving the run"):
-                    driver = drive.Driver(config, run_dir, data, workers, models.publisher, engine, scorer)
-                    getattr(drive, job.drive)(driver)
-        finally:
-            if scorer is not None:
-                scorer.close()
-            if engine is not None:
-                engine.close()
-        dist.destroy_process_group()
-    return 0
+            layouts = {role: plan.layouts[role] for role in job.roles}
+            ranks = _ranks_of_roles(plan, models.worker.roles)
+            with LocalWorkerGroup(layouts, models.worker, watchdog, ranks=ranks) as workers, watchdog.phase("driving the run"):
+                used = engine if lead is None else _group(plan, workers, lead)
+                driver = drive.Driver(config, job.run_dir, data, workers, models.publisher, used, scorer)
+                getattr(drive, job.drive)(driver)
+    dist.destroy_process_group()
+
+
+def _ranks_of_roles(plan: Plan, roles: Iterable[str]) -> dict[str, Sequence[int]]:
+    """Every role lives on the ranks that train, but for engines and for what engines need."""
+    training = range(plan.training_ranks)
+    everyone = range(plan.world_size)
+    return {**dict.fromkeys(roles, training), "weights": everyone, "engine": plan.engine_ranks}
+
+
+@contextlib.contextmanager
+def _delivery(plan: Plan, watchdog: Watchdog, publisher: WeightPublisher, engine: RolloutEngine | None) -> Iterator[Lead | None]:
+    """This rank's part in bringing weights to engines on other ranks than 0. All ranks that train or have an engine call it or
+    `engine_rank.serve_engine`. Gives the lead, on rank 0 where there are such engines."""
+    from megappo.pp_weights.delivery import Follow, Lead
+
+    followers = [rank for rank in plan.engine_ranks if rank != 0]
+    if watchdog.rank == 0 and followers:
+        layout, buckets = publisher.manager.update(version=0), publisher.manager.buckets
+        lead = Lead(watchdog.store, followers, layout, buckets, engine, plan.config.pp_weights.to_engines, watchdog.check)
+        publisher.around = lead.update
+        with contextlib.closing(lead):
+            yield lead
+    elif watchdog.rank in followers:
+        assert engine is not None, "this rank is one of engine_ranks"
+        follow = Follow(watchdog.store, watchdog.rank, engine, watchdog.check)
+        publisher.receivers = [follow]
+        with contextlib.closing(follow):
+            yield None
+    else:
+        yield None
+
+
+def _group(plan: Plan, workers: WorkerGroup, lead: Lead) -> RolloutEngine:
+    """All engines as one, for the driver."""
+    from megappo.rollout.factory import engine_limits
+    from megappo.rollout.group import EngineGroup
+
+    return EngineGroup(workers, len(plan.engine_ranks), engine_limits(plan.config, plan.config.model.path), lead)

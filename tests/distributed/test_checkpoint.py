@@ -44,6 +44,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "vpp": 2},
     {"tp": 2, "pp": 2},
     {"pp": 2, "layers_per_stage": (3, 1)},
+    {"pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "E|ttt|t|L"},
     {"dp": 2},
 ]
 Named = dict[str, torch.Tensor]
@@ -55,7 +56,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path, tied_l
     base = tmp_path_factory.mktemp("sources")
     folders = {"untied": llama_folder, "tied": tied_llama_folder}
     folders["value"] = make_model_folder(base / "value", head="value")
-    folders["biases"] = make_model_folder(base / "biases", "qwen2", tied=True)
+    folders["biases"] = make_model_folder(base / "biases", "qwen2", tied=True, num_key_value_heads=1)
     folders["head_norms"] = make_model_folder(base / "head_norms", "qwen3")
     folders["wide"] = make_model_folder(base / "wide", tied=True, vocab_size=90)
     folders["bfloat16"] = cast(llama_folder, base / "bfloat16", torch.bfloat16)
@@ -214,13 +215,14 @@ def test_each_dtype_is_held_in_one_that_keeps_all_its_numbers(pool: Pool, source
         ({"pp": 2, "layers_per_stage": (3, 1)}, {"tp": 2}),
         ({"pp": 2, "vpp": 2}, {"dp": 2, "pp": 2}),
         ({"tp": 2}, {}),
+        ({"pp": 3, "pipeline_model_parallel_layout": "Ettt||tL"}, {"tp": 4}),
     ],
     ids=str,
 )
 def test_what_one_layout_saved_another_loads(
     pool: Pool, sources: dict[str, Path], tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    pairs = [(sources[kind], tmp_path / kind) for kind in ("untied", "tied", "value")]
+    pairs = [(sources[kind], tmp_path / kind) for kind in ("untied", "biases", "value")]
     pool.run(world_of(before), import_each, pairs, before)
     assert all(pool.run(world_of(after), each_equals_its_folder, pairs, after))
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,17 +98,22 @@ class Toy:
 
 
 def world(
-    run_dir: Path, drive: Callable[[LocalWorkerGroup], None], layout: ParallelLayout | None = None, gloo_s: float = 60
+    run_dir: Path,
+    drive: Callable[[LocalWorkerGroup], None],
+    layout: ParallelLayout | None = None,
+    gloo_s: float = 60,
+    ranks: dict[str, list[int]] | None = None,
 ) -> int:
-    """The entry of every rank."""
+    """The entry of every rank. ranks: where the roles live; by default there is one, on all."""
     rank, world_size, store = join_world(os.environ)
     with Watchdog(store, rank, world_size, run_dir, WATCHDOG_S, grace_s=2.0) as watchdog:
         torch.distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=gloo_s)
         )
-        worker = create_colocated_worker({"actor": Toy(rank, run_dir)})
+        roles = {role: Toy(rank, run_dir) for role, where in (ranks or {"actor": [rank]}).items() if rank in where}
+        worker = create_colocated_worker(roles)
         if rank == 0:
-            with LocalWorkerGroup({"actor": layout} if layout else {}, worker, watchdog) as group:
+            with LocalWorkerGroup({"actor": layout} if layout else {}, worker, watchdog, ranks=ranks) as group:
                 drive(group)
         else:
             serve(worker, watchdog)
@@ -209,6 +215,27 @@ def test_all_ranks_answer_by_rank_with_values_or_tensors(tmp_path):
         ]
 
     assert run(tmp_path, drive).code == 0
+
+
+def test_roles_live_on_some_ranks_and_each_gets_tensors_of_its_own(tmp_path):
+    def drive(group):
+        assert [a["rank"] for a in group.call("engine", "where")] == [2, 4]
+        assert [a["rank"] for a in group.call("both", "where")] == [0, 4]
+        shares = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([5.0, 7.0])}]
+        scaled = group.call("engine", "scaled", shares, by=10)  # by + rank
+        assert [tensors["x"].tolist() for tensors, _ in scaled] == [[12.0], [70.0, 98.0]]
+        scaled = group.call("both", "scaled", shares, by=10)
+        assert [tensors["x"].tolist() for tensors, _ in scaled] == [[10.0], [70.0, 98.0]]
+        assert [tensors["x"].tolist() for tensors, _ in group.call("engine", "scaled", shares[0], by=0)] == [[2.0], [4.0]]
+        # rows are split over the ranks of the role that has a layout, which are not all
+        doubled, _ = group.call("actor", "double", {"x": torch.arange(3.0), "sample_ids": torch.arange(3)}, amount=0)
+        assert doubled["doubled"].tolist() == [0, 2, 4]
+        with pytest.raises(ValueError, match="given tensors for 1 ranks; 'engine' lives on 2"):
+            group.call("engine", "scaled", shares[:1], by=1)
+
+    ranks = {"actor": [0, 1, 2, 3], "engine": [2, 4], "both": [0, 4]}
+    outcome = run(tmp_path, drive, world_size=5, layout=DP2_PP2, ranks=ranks)
+    assert (outcome.code, outcome.message) == (0, "")
 
 
 def test_a_world_of_one_needs_no_sockets_and_no_watchdog(tmp_path):
@@ -322,6 +349,26 @@ def test_a_collective_that_times_out_says_where_each_rank_stood(tmp_path):
     outcome = run(tmp_path, lambda group: group.call("actor", "meet_but_rank_1", does="sleep"), gloo_s=3)
     assert "rank 1 in actor.meet_but_rank_1" in outcome.message
     assert "rank 0 in actor.meet_but_rank_1" in outcome.message
+    assert outcome.seconds < 25
+
+
+def test_a_rank_that_lost_what_it_needs_is_named_though_all_are_busy(tmp_path):
+    """Its child process is gone; nobody asks the child for anything."""
+
+    def entry():
+        rank, world_size, store = join_world(os.environ)
+        with Watchdog(store, rank, world_size, tmp_path, WATCHDOG_S, grace_s=2.0) as watchdog:
+            if rank == 1:
+                child = subprocess.Popen(["sleep", "63"])
+                watchdog.watch(lambda: f"the child {child.pid} is gone" if child.poll() is not None else None)
+                threading.Timer(2.0, child.kill).start()
+            with watchdog.phase("busy"):
+                time.sleep(60)
+        return 0
+
+    outcome = Launch(tmp_path, 3, entry).wait()
+    assert outcome.message.startswith("rank 1 (host ")
+    assert "cannot go on in busy: the child " in outcome.message
     assert outcome.seconds < 25
 
 

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_pp2_vpp2_sp": {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True},
     "dp2_pp2": {"dp": 2, "pp": 2},
     "pp2_uneven": {"pp": 2, "layers_per_stage": (3, 1)},
+    "pp2_vpp2_ends_alone": {"pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "E|ttt|t|L"},
 }
 WAYS = {
     "packed": MicroBatching(size=2),

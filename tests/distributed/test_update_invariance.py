@@ -33,6 +33,14 @@ CASES: dict[str, Case] = {
     "tp2_pp2_vpp2": ({"tp": 2, "pp": 2, "vpp": 2}, None, HOW, OPTIMIZER),
     "tp2_pp2_vpp2_sp": ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, None, HOW, OPTIMIZER),
     "dp2_pp2_distributed": ({"dp": 2, "pp": 2}, None, HOW, DISTRIBUTED),
+    "pp3_ends_count": (
+        {"pp": 3, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        None,
+        HOW,
+        OPTIMIZER,
+    ),
+    "pp2_vpp2_ends_alone": ({"pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "E|tt|tt|L"}, None, HOW, OPTIMIZER),
+    "pp3_empty_stage_distributed": ({"pp": 3, "pipeline_model_parallel_layout": "Ettt||tL"}, None, HOW, DISTRIBUTED),
     "actor_pp2_vpp2_critic_tp2": ({"pp": 2, "vpp": 2}, {"tp": 2}, HOW, OPTIMIZER),
     "micro_batch_1": ({}, None, MicroBatching(size=1), OPTIMIZER),
     "micro_batch_4": ({}, None, MicroBatching(size=4), OPTIMIZER),
@@ -61,17 +69,22 @@ def references(pool: Pool, llama_folder: Path, tied_llama_folder: Path) -> dict[
 def test_one_update_equals_the_one_process_update(
     pool: Pool, llama_folder: Path, tied_llama_folder: Path, references: dict[bool, Any], case: str, tied: bool
 ) -> None:
-    actor, critic, parameters = run(pool, tied_llama_folder if tied else llama_folder, CASES[case])
-    want_actor, want_critic, want_parameters = references[tied]
-    for got, want in ((actor, want_actor), (critic, want_critic)):
+    assert_same_update(run(pool, tied_llama_folder if tied else llama_folder, CASES[case]), references[tied])
+
+
+def assert_same_update(got: Any, want: Any) -> None:
+    """Two results of `run`."""
+    actor, critic, parameters = got
+    want_actor, want_critic, want_parameters = want
+    for metrics, want_metrics in ((actor, want_actor), (critic, want_critic)):
         for name in ("loss", "grad_norm"):
-            assert got[name] == pytest.approx(want[name], rel=1e-5), name
+            assert metrics[name] == pytest.approx(want_metrics[name], rel=1e-5), name
     for role, tensors in parameters.items():
         assert tensors.keys() == want_parameters[role].keys()
         for name, tensor in tensors.items():
-            want = want_parameters[role][name]
-            assert ((tensor - want).norm() / want.norm().clamp(min=LR)).item() <= 1e-5, (role, name)
-            assert (tensor - want).abs().max().item() <= 0.05 * LR, (role, name)
+            wanted = want_parameters[role][name]
+            assert ((tensor - wanted).norm() / wanted.norm().clamp(min=LR)).item() <= 1e-5, (role, name)
+            assert (tensor - wanted).abs().max().item() <= 0.05 * LR, (role, name)
 
 
 def test_the_update_moves_every_parameter(references: dict[bool, Any], llama_folder: Path) -> None:

@@ -30,6 +30,7 @@ critic:
   mini_batch_size: 8
   micro_batch_size: 2
   optimizer: {lr: 0.001}
+offload: {parameters: true, gradients: true, optimizer: true}
 trainer: {steps: 3, batch_size: 16, validate_every: 1, save_every: 1}
 eval: {max_rows: 12, samples: 2, pass_score: 0.5}
 run: {watchdog_s: 30}

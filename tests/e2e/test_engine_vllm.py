@@ -1,4 +1,5 @@
-"""Do the engines keep the promises of `RolloutEngine`? hf, vLLM, and vLLM cut over two workers, against transformers."""
+"""Do the engines keep the promises of `RolloutEngine`? hf, vLLM, vLLM cut over two workers, and vLLM that reads the weights in
+place; against transformers."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megappo.config.schema import Config, ModelConfig, RolloutConfig
+from megappo.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
 from megappo.errors import RunFailed, UserError
-from megappo.pp_weights.buffer import WeightBuffer, build_manifest, weight_buffer_meta
+from megappo.pp_weights.assemble import deliver
+from megappo.pp_weights.buffer import WeightBuffer, weight_buffer_meta
+from megappo.pp_weights.manifest import build_manifest, fingerprint_of
+from megappo.pp_weights.update import Bucket, Update
 from megappo.pp_weights.verify import checksums
 from megappo.rollout.engine import Completion, SamplingParams
 from megappo.rollout.factory import make_engine
 from megappo.rollout.hf_engine import HfEngine
 from megappo.rollout.vllm_engine import VllmEngine, group_members
+from tests.buckets import GARBAGE, in_models_order, send, worker_shard
 from tests.models import make_llama_folder
 
 Engine = HfEngine | VllmEngine
@@ -48,31 +54,41 @@ class Trainer:
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
         self.version = 0
-        self.manifest = build_manifest(weight_buffer_meta(self.model))
+        self.buffers: list[WeightBuffer] = []
 
     def change_weights(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
-    def buffer(self, rename: dict[str, str | None] | None = None, reshape: dict[str, list[int]] | None = None) -> WeightBuffer:
-        """The weights as they are, checksummed, under the next version; names can be dropped or changed, shapes bent."""
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def buffer(self, tensors: dict[str, torch.Tensor] | None = None) -> WeightBuffer:
+        """The weights as they are, or others, checksummed, under the next version; q, k, v and gate, up side by side."""
         self.version += 1
-        parameters = {}
-        for name, tensor in self.model.named_parameters():
-            new_name = (rename or {}).get(name, name)
-            if new_name is not None:
-                parameters[new_name] = tensor.reshape((reshape or {}).get(name, tensor.shape))
-        buffer = WeightBuffer.create(build_manifest(weight_buffer_meta(parameters)))
+        tensors = self.tensors if tensors is None else tensors
+        buffer = WeightBuffer.create(build_manifest(weight_buffer_meta(tensors), order=in_models_order(tensors)))
         for name, view in buffer.views().items():
-            view.copy_(parameters[name])
+            view.copy_(tensors[name])
         buffer.manifest = buffer.manifest.stamped(self.version, checksums(buffer.views()))
         return buffer
 
     def publish(self, engine: Engine) -> None:
-        buffer = self.buffer()
-        engine.update_weights(buffer, verify=True)
-        buffer.close()
+        """The whole model in one buffer. It stays until the version after it is in force, as an engine without a copy of its own
+        needs it, and is garbage from then on."""
+        self.buffers.append(self.buffer())
+        deliver(engine, self.buffers[-1], verify=True)
+        for old in self.buffers[:-1]:
+            old.data.fill_(GARBAGE)
+            old.close()
+        self.buffers = self.buffers[-1:]
+
+    def send(self, engine: Engine, bucket_bytes: int = 20000, **options: Any) -> int:
+        """In buckets; see `buckets.send`."""
+        self.version += 1
+        return send(engine, self.tensors, self.version, bucket_bytes=bucket_bytes, **options)
 
     def log_probs(self, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
         """(r, V) after temperature."""
@@ -115,7 +131,8 @@ def build(kind: str, folder: Path, tmp_path: Path) -> Engine:
         max_num_seqs=32,
         kv_cache_bytes=32 << 20,
     )
-    config = Config(model=ModelConfig(path=str(folder)), rollout=rollout)
+    weights = WeightsConfig(zero_copy=kind == "vllm-zero-copy")
+    config = Config(model=ModelConfig(path=str(folder)), rollout=rollout, pp_weights=weights)
     engine = make_engine(config, folder, log_path=tmp_path / "logs" / "vllm.log")
     assert isinstance(engine, HfEngine | VllmEngine)
     return engine
@@ -127,23 +144,44 @@ def build(kind: str, folder: Path, tmp_path: Path) -> Engine:
         "hf",
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
         pytest.param("vllm-tp2", marks=[pytest.mark.vllm, pytest.mark.slow]),
+        pytest.param("vllm-zero-copy", marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Trainer]]:
-    """An engine and the trainer it gets its weights from. Untied for vllm, tied for vllm-tp2."""
+    """An engine and the trainer it gets its weights from. Tied for vllm-tp2 and vllm-zero-copy, else untied."""
     tmp_path = tmp_path_factory.mktemp(request.param)
-    folder = make_folder(tmp_path / "model", tied=request.param == "vllm-tp2")
+    folder = make_folder(tmp_path / "model", tied=request.param in ("vllm-tp2", "vllm-zero-copy"))
     start = time.monotonic()
     engine = build(request.param, folder, tmp_path)
     if request.param != "hf":
         assert time.monotonic() - start < 1.0  # the trainer loads its model meanwhile
-    yield engine, Trainer(folder)
+    trainer = Trainer(folder)
+    yield engine, trainer
     assert isinstance(engine, HfEngine) or len(processes_of(engine)) >= 1
+    if request.param == "vllm":
+        check_kill_in_mid_update(engine, trainer)
     engine.close()
     engine.close()
     assert processes_of(engine) == []
-    with pytest.raises(RunFailed, match="it is closed"):
+    with pytest.raises(RunFailed, match=r"cannot generate: (it is closed|.*was killed by SIGKILL)"):
         engine.generate([[1]], GREEDY, [0])
+
+
+def check_kill_in_mid_update(engine: Engine, trainer: Trainer) -> None:
+    assert isinstance(engine, VllmEngine)
+    buffer = trainer.buffer()
+    manifest = buffer.manifest
+    engine.start(Update(trainer.version, manifest.table, manifest.fingerprint, 1))
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(RunFailed, match=r"was killed by SIGKILL in (load|finish_update)"):
+        load_and_finish(engine, Bucket(0, (buffer.path,), (manifest,)))
+    assert engine.weight_version is None
+    buffer.close()
+
+
+def load_and_finish(engine: Engine, bucket: Bucket) -> None:
+    engine.load(bucket)
+    engine.finish()
 
 
 def test_no_sample_comes_from_dummy_weights(pair: tuple[Engine, Trainer]) -> None:
@@ -239,12 +277,62 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(pair: tuple[Engine, Tr
     assert stopped[0].finish_reason == "stop"
 
 
+def test_buckets_may_be_overwritten_once_they_are_read(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    trainer.change_weights(seed=30)
+    if reads_in_place(engine):
+        with pytest.raises(RunFailed, match="zero_copy=true takes whole tensors in one bucket"):
+            trainer.send(engine)
+        return
+    assert trainer.send(engine, bucket_bytes=5000) > 100  # the larger tensors come in parts
+    trainer.check_greedy(LONG_PROMPTS, engine.generate(LONG_PROMPTS, GREEDY, [0] * len(LONG_PROMPTS)))
+
+
+def test_workers_take_their_shards_as_they_are(pair: tuple[Engine, Trainer], request: pytest.FixtureRequest) -> None:
+    engine, trainer = pair
+    trainer.change_weights(seed=31)
+    shards = [worker_shard(trainer.tensors, worker, 2) for worker in range(2)]
+    if "vllm-tp2" not in request.node.name:
+        with pytest.raises(RunFailed, match="2 shards"):
+            trainer.send(engine, shards=shards)
+        return
+    trainer.send(engine, shards=shards)
+    trainer.check_greedy(LONG_PROMPTS, engine.generate(LONG_PROMPTS, GREEDY, [0] * len(LONG_PROMPTS)))
+    with pytest.raises(
+        RunFailed, match=r"misshapen: .*this worker's shard is"
+    ):  # rows of the wrong count, not cut down in silence
+        trainer.send(engine, shards=[trainer.tensors, trainer.tensors])
+    trainer.change_weights(seed=32)
+    trainer.publish(engine)  # whole tensors after shards
+    trainer.check_greedy(LONG_PROMPTS, engine.generate(LONG_PROMPTS, GREEDY, [0] * len(LONG_PROMPTS)))
+
+
+def test_an_engine_without_a_copy_reads_the_buffer_itself(pair: tuple[Engine, Trainer]) -> None:
+    """What is written into the buffer in force shows at once in that engine, and in no other."""
+    engine, trainer = pair
+    trainer.publish(engine)
+    prompts = random_prompts([40, 41, 42], seed=9)
+    before = engine.generate(prompts, GREEDY, [0] * 3)
+    trainer.check_greedy(prompts, before)
+    trainer.change_weights(seed=33)
+    for name, view in trainer.buffers[0].views().items():
+        view.copy_(trainer.tensors[name])
+    others = random_prompts([40, 41, 42], seed=10)  # nothing of them is in the prefix cache
+    after = engine.generate(others, GREEDY, [0] * 3)
+    if reads_in_place(engine):
+        trainer.check_greedy(others, after)
+    else:
+        with pytest.raises(AssertionError):
+            trainer.check_greedy(others, after)
+
+
 @pytest.mark.parametrize(
     "fault, message",
     [
         ("dropped", r"missing: model.layers.1.mlp.up_proj.weight; unexpected: none; misshapen: none"),
         ("renamed", r"missing: model.norm.weight; unexpected: norm.weight"),
         ("misshapen", r"misshapen: model.layers.2.self_attn.q_proj.weight \(64, 128\), expected \(128, 64\)"),
+        ("quantised", r"misshapen: model.norm.weight int8, expected one of float32"),
         ("flipped byte", r"bytes differ from what was published: model.embed_tokens.weight"),
     ],
 )
@@ -252,19 +340,68 @@ def test_a_failed_update_refuses_to_generate_until_a_complete_one(pair: tuple[En
     engine, trainer = pair
     trainer.publish(engine)
     trainer.change_weights(seed=20)
-    broken = {
-        "dropped": lambda: trainer.buffer(rename={"model.layers.1.mlp.up_proj.weight": None}),
-        "renamed": lambda: trainer.buffer(rename={"model.norm.weight": "norm.weight"}),
-        "misshapen": lambda: trainer.buffer(reshape={"model.layers.2.self_attn.q_proj.weight": [64, 128]}),
-        "flipped byte": trainer.buffer,
-    }[fault]()
+    tensors = trainer.tensors
+    if fault == "dropped":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    if fault == "renamed":
+        tensors["norm.weight"] = tensors.pop("model.norm.weight")
+    if fault == "misshapen":
+        tensors["model.layers.2.self_attn.q_proj.weight"] = tensors["model.layers.2.self_attn.q_proj.weight"].reshape(64, 128)
+    if fault == "quantised":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    broken = trainer.buffer(tensors)
     if fault == "flipped byte":
         broken.views()["model.embed_tokens.weight"].view(torch.uint8)[0, 0] ^= 1
     with pytest.raises(RunFailed, match=message):
-        engine.update_weights(broken, verify=True)
+        deliver(engine, broken, verify=True)
+    broken.close()
+    check_refuses_then_repair(engine, trainer, message)
+
+
+def check_refuses_then_repair(engine: Engine, trainer: Trainer, message: str) -> None:
     with pytest.raises(RunFailed, match=rf"the update to weights version {trainer.version} failed \(.*{message}"):
         engine.generate([[1]], GREEDY, [0])
     trainer.publish(engine)
+    trainer.check_greedy(LONG_PROMPTS[:2], engine.generate(LONG_PROMPTS[:2], GREEDY, [0, 0]))
+
+
+FAULTY_BUCKETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "last bucket missing": ("missing: .*model.norm.weight", {"edit": lambda buckets: buckets[:-1]}),
+    "parts out of order": ("came, expected row 0", {"bucket_bytes": 5000, "edit": lambda b: [b[1], b[0], *b[2:]]}),
+    "a bucket twice": ("came twice", {"edit": lambda buckets: [*buckets, buckets[-1]]}),
+    "another version": ("a bucket of version 999 came", {"stamp": 999}),
+    "another fingerprint": ("do not have the fingerprint 'x'", {"announce": lambda update: replace(update, fingerprint="x")}),
+    "a tensor less announced": ("missing: model.norm.weight", {"announce": lambda update: without_norm(update)}),
+}
+
+
+def without_norm(update: Update) -> Update:
+    table = {name: value for name, value in update.table.items() if name != "model.norm.weight"}
+    return replace(update, table=table, fingerprint=fingerprint_of(table))
+
+
+@pytest.mark.parametrize("fault", FAULTY_BUCKETS)
+def test_buckets_that_are_not_what_was_announced_are_refused(pair: tuple[Engine, Trainer], fault: str) -> None:
+    engine, trainer = pair
+    if reads_in_place(engine):
+        pytest.skip("takes one bucket")
+    message, options = FAULTY_BUCKETS[fault]
+    with pytest.raises(RunFailed, match=message):
+        trainer.send(engine, **options)
+    check_refuses_then_repair(engine, trainer, message)
+
+
+def test_an_update_that_the_trainer_gives_up_makes_way_for_the_next(pair: tuple[Engine, Trainer]) -> None:
+    engine, trainer = pair
+    buffer = trainer.buffer()
+    manifest = buffer.manifest
+    engine.start(Update(trainer.version, manifest.table, manifest.fingerprint, 1))
+    engine.load(Bucket(0, (buffer.path,), (manifest,)))
+    with pytest.raises(RunFailed, match="did not complete; publish the weights again"):
+        engine.generate([[1]], GREEDY, [0])
+    trainer.change_weights(seed=34)
+    trainer.publish(engine)
+    buffer.close()
     trainer.check_greedy(LONG_PROMPTS[:2], engine.generate(LONG_PROMPTS[:2], GREEDY, [0, 0]))
 
 
@@ -299,6 +436,10 @@ def test_nothing_of_a_running_engine_has_a_name_in_shared_memory(pair: tuple[Eng
     members = group_members(engine.pid)
     mapped = {line.split("/dev/shm/")[1] for pid in members for line in read_maps(pid) if "/dev/shm/" in line}
     assert [name for name in mapped if not name.endswith("(deleted)")] == []
+
+
+def reads_in_place(engine: Engine) -> bool:
+    return isinstance(engine, VllmEngine) and engine.zero_copy
 
 
 def processes_of(engine: Engine) -> list[int]:

@@ -60,9 +60,33 @@ def test_a_killed_vllm_is_named_with_its_log(scene: Scene) -> None:
     ended, pid = break_in_step_2(running, running.engine, signal.SIGKILL)
     assert ended.code == 1
     assert ended.message.startswith("rank 0 (host ")
-    assert f"failed in driving the run: the vLLM engine (pid {pid}) was killed by SIGKILL in " in ended.message
+    assert f": the vLLM engine (pid {pid}) was killed by SIGKILL " in ended.message  # as it generated, or before it could
     assert "logs/engine.log" in ended.message
     assert ended.failure["rank"] == 0
+
+
+OWN_RANK = ("rollout.own_ranks=true", "actor.parallel={pp: 2}")
+
+
+def test_a_killed_rank_that_only_generates_is_named(scene: Scene) -> None:
+    running = scene.start("kill_engine_rank", *HF, *ENDLESS, *OWN_RANK)
+    ended, pid = break_in_step_2(running, lambda: running.ranks()[2], signal.SIGKILL)
+    assert ended.code == 1
+    assert ended.message.startswith("rank 2 (host ")
+    assert f"pid {pid}) was ended by SIGKILL" in ended.message
+    assert (ended.failure["rank"], ended.failure["pid"]) == (2, pid)
+
+
+@pytest.mark.vllm
+def test_a_vllm_that_is_killed_while_it_is_idle_on_another_rank_is_named(scene: Scene) -> None:
+    """Nobody asks it for anything: rank 0 waits for a reward."""
+    hangs = ("reward.function=reward.py:hangs_at_step_2", "reward.timeout_s=1000", "data.validation=null")
+    running = scene.start("kill_idle_vllm", *ENDLESS, *OWN_RANK, *hangs, "trainer.batch_size=8")
+    ended, pid = break_in_step_2(running, running.engine, signal.SIGKILL)
+    assert ended.code == 1
+    assert ended.message.startswith("rank 2 (host ")
+    assert f"cannot go on in idle: the vLLM engine (pid {pid}) was killed by SIGKILL after generate; its log " in ended.message
+    assert ended.failure["rank"] == 2
 
 
 @pytest.mark.vllm

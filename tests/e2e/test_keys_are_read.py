@@ -14,7 +14,7 @@ from tests.e2e.command import Scene
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.vllm]
 
 # Runs the command, and notes in a file each field of the schema that code outside of megappo.config reads, in any process.
-# (check_layouts counts: it makes the layouts that a run uses.)
+# (check_layouts and check_engines count: they make the layouts and the placement that a run uses.)
 RECORDING = """
 import os, sys
 from dataclasses import is_dataclass
@@ -28,7 +28,8 @@ def recording(cls):
     plain = cls.__getattribute__
     def read(self, name):
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        checks = caller.startswith(("megappo.config", "dataclasses", "__main__")) and caller != "megappo.config.check_layouts"
+        plans = ("megappo.config.check_layouts", "megappo.config.check_engines")
+        checks = caller.startswith(("megappo.config", "dataclasses", "__main__")) and caller not in plans
         if (cls, name) not in seen and not checks:
             seen.add((cls, name))
             os.write(notes, f"{type(self).__name__}.{name}\\n".encode())
@@ -67,7 +68,12 @@ def test_every_key_is_read_by_some_command(scene: Scene, tmp_path: Path) -> None
     scene.run("read", *short, "reward.function=exact_match", parts, program=program)
     hf = ("rollout.engine=hf", "actor.parallel={pp: 1, vpp: 1}")
     scene.run(
-        "read-sft", *hf, "sft={steps: 2, batch_size: 4, evaluate_every: 1, output: warm-read}", command="sft", program=program
+        "read-sft",
+        *hf,
+        "rollout.own_ranks=true",
+        "sft={steps: 2, batch_size: 4, evaluate_every: 1, output: warm-read}",
+        command="sft",
+        program=program,
     )
     task = ("data.validation=reasoning_gym:chain_sum", "data.task_size=2", "data.task_options={max_terms: 2}")
     scene.run("read-eval", *hf, *task, command="eval", program=program)

@@ -175,8 +175,26 @@ def test_the_resolved_config_is_the_config_with_every_key_decided(
     assert (written.critic.path, written.reference.enabled, written.rollout.dtype) == ("model", True, "float32")
 
 
-def test_a_run_of_the_resolved_config_is_the_same_run_bit_for_bit(scene: Scene, main_run: Ended) -> None:
-    again = scene.run("again", config=str(main_run.run_dir / "config.resolved.yaml"))
+def test_all_leaves_the_devices_after_each_step_and_only_what_changed_is_copied(scene: Scene, main_run: Ended) -> None:
+    tensors = load_file(scene.folder / "model" / "model.safetensors")
+    padding = 15 * 64 * 4  # the vocabulary of 17 is padded to 32 rows of 64 floats
+    actor = reference = sum(tensor.nbytes for tensor in tensors.values()) + 2 * padding
+    critic = actor - 32 * 64 * 4 + 64 * 4  # a value head in place of the output layer
+    # Parameters, gradients and two moments; the reference's parameters.
+    assert main_run.column("memory/offloaded_bytes") == [4 * (actor + critic) + reference] * 3
+    assert main_run.column("memory/to_host_bytes") == [3 * (actor + critic)] * 3
+    # There are no moments before the first update. From step 2 on the save of the step before wanted actor and critic, too.
+    first, *later = main_run.column("memory/to_device_bytes")
+    assert first == actor + critic + reference
+    assert later == [(3 + 1) * (actor + critic) + reference] * 2
+
+
+def test_a_run_of_the_resolved_config_with_all_left_on_the_devices_is_the_same_run_bit_for_bit(
+    scene: Scene, main_run: Ended
+) -> None:
+    stays = "offload={parameters: false, gradients: false, optimizer: false}"
+    again = scene.run("again", stays, config=str(main_run.run_dir / "config.resolved.yaml"))
+    assert not any(key.startswith("memory/to_") for key in again.metrics[0])
     assert again.deterministic_metrics == main_run.deterministic_metrics
     assert len(again.deterministic_metrics[0]) > 30
     for step in (1, 2, 3):

@@ -57,6 +57,34 @@ def test_ranks_that_torchrun_started_make_the_same_run(scene: Scene, hf_runs: tu
     assert run.stdout.splitlines()[-2:] == hf_runs[0].stdout.splitlines()[-2:]
 
 
+def test_ranks_that_only_generate_make_the_same_run(scene: Scene, hf_runs: tuple[Ended, Ended]) -> None:
+    """But for the last bits of the engine's own log-probs: transformers pads the prompts of a call to the longest."""
+    own = ("rollout.engines=2", "rollout.own_ranks=true")
+    run = scene.run("own_ranks", *HF, *own, program=(*TORCHRUN[:4], "4", *TORCHRUN[5:]))
+    of_the_engine = {"rollout/logprob_diff_max", "rollout/logprob_diff_mean"}
+    for row, wanted in zip(run.deterministic_metrics, hf_runs[0].deterministic_metrics, strict=True):
+        assert {key: row[key] for key in row.keys() - of_the_engine} == {
+            key: wanted[key] for key in wanted.keys() - of_the_engine
+        }
+        assert all(row[key] <= 1e-5 for key in of_the_engine)
+    for step in (1, 2):
+        for row, wanted in zip(run.rollouts(step), hf_runs[0].rollouts(step), strict=True):
+            assert {**row, "logprobs": None} == {**wanted, "logprobs": None}
+    final = [load_file(ended.run_dir / "final" / "model.safetensors") for ended in (run, hf_runs[0])]
+    assert all(torch.equal(final[0][name], final[1][name]) for name in final[1])
+
+
+@pytest.mark.vllm
+def test_two_engines_on_ranks_that_train_make_the_run_of_one(scene: Scene, main_run: Ended) -> None:
+    two = ("rollout.engines=2", "pp_weights.to_engines=broadcast", "pp_weights.mode=bucketed", "pp_weights.bucket_bytes=20000")
+    run = scene.run("two_engines", *two, "trainer.steps=2", "trainer.save_every=0")
+    assert run.deterministic_metrics == main_run.deterministic_metrics[:2]
+    for step in (1, 2):
+        assert run.rollouts_bytes(step) == main_run.rollouts_bytes(step)
+        assert run.rollouts_bytes(step, "validation") == main_run.rollouts_bytes(step, "validation")
+    assert {path.name for path in (run.run_dir / "logs").glob("engine*")} == {"engine.log", "engine_1.log"}
+
+
 @pytest.mark.vllm
 def test_bfloat16_with_micro_batches_by_tokens_and_the_builtin_reward(scene: Scene) -> None:
     folder = scene.folder / "soft"

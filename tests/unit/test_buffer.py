@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 
 from megappo.errors import RunFailed, UserError
 from megappo.pp_weights.buffer import (
-    Manifest,
-    ManifestEntry,
-    TensorMeta,
     WeightBuffer,
-    build_manifest,
     build_memory_buffer,
     build_memory_reference,
     calc_padded_numel,
     weight_buffer_meta,
 )
+from megappo.pp_weights.manifest import ITEM_BYTES, Manifest, ManifestEntry, TensorMeta, build_manifest, fingerprint_of
 from megappo.pp_weights.verify import NamesDiffer, checksum, checksums, compare_names, verify
 
 F32, BF16, F64, FP8 = torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn
@@ -125,11 +122,43 @@ def test_a_reference_of_another_shape_or_name_is_refused() -> None:
         ([ManifestEntry("a", "float32", (4,), 4, 16)], "not a multiple of 16"),
         ([ManifestEntry("a", "float32", (4,), 32, 16)], "past the buffer's 32 bytes"),
         ([ManifestEntry("a", "floatish", (4,), 0, 16)], "unknown dtype 'floatish'"),
+        ([ManifestEntry("a", "float32", (4,), 0, 12, rows=(2, 5))], r"has no rows \(2, 5\)"),
+        ([ManifestEntry("a", "float32", (), 0, 4, rows=(0, 1))], r"has no rows \(0, 1\)"),
+        ([ManifestEntry("a", "float32", (4, 2), 0, 32, rows=(0, 2))], "need 16"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(entries: list[ManifestEntry], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         Manifest(tuple(entries), total_bytes=32)
+
+
+def test_the_bytes_of_an_element_are_torchs_own_for_every_dtype() -> None:
+    for name, size in ITEM_BYTES.items():
+        assert getattr(torch, name).itemsize == size, name
+    numbers = {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    odd = {name for name in numbers - ITEM_BYTES.keys() if not name.startswith(("q", "bits", "uint", "int"))}
+    assert odd == set()  # what is left out is sub-byte or quantised
+
+
+def test_some_rows_of_a_tensor_lie_in_a_buffer_and_travel_as_such() -> None:
+    meta = {"w": TensorMeta((5, 3), F32), "b": TensorMeta((4,), torch.int8)}
+    manifest = build_manifest(meta, order=["w", "b"], rows={"w": (2, 4)})
+    w, b = manifest.entries
+    assert (w.shape, w.held_shape, w.num_bytes, w.offset, b.offset) == ((5, 3), (2, 3), 24, 0, 32)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.table == {"w": ("float32", (5, 3)), "b": ("int8", (4,))}
+    buffer = WeightBuffer.create(manifest)
+    buffer.views()["w"].copy_(torch.arange(6.0).view(2, 3))
+    verify(manifest.stamped(1, checksums(buffer.views())), buffer.views())
+    assert build_memory_reference({"w": TensorMeta((2, 3), F32)}, buffer)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[arg-type]
+    buffer.close()
+
+
+def test_the_fingerprint_does_not_depend_on_the_order_or_on_the_rows() -> None:
+    meta = {"w": TensorMeta((5, 3), F32), "b": TensorMeta((4,), torch.int8)}
+    whole = build_manifest(meta).fingerprint
+    assert whole == build_manifest(meta, order=["b", "w"]).fingerprint == build_manifest(meta, rows={"w": (0, 2)}).fingerprint
+    assert whole == fingerprint_of({"b": ("int8", (4,)), "w": ("float32", (5, 3))})
 
 
 def test_the_fingerprint_changes_with_a_name_a_shape_or_a_dtype() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megappo.config.check import Plan, check_config, joined_world_size
 from megappo.config.load import load_config
@@ -70,9 +72,33 @@ class TestLayouts:
         (error,) = problems("actor.parallel.pp=3")
         assert error.startswith("actor.parallel.pp=3 does not divide num_layers=8; use 1, 2, 4 or 8")
         (error,) = problems("actor.parallel.tp=3")
-        assert error == "actor.parallel.tp=3 does not divide num_heads=8 and num_kv_heads=4 and ffn_size=512; use 1 or 2 or 4"
-        (error,) = problems("actor.parallel.tp=8")
-        assert error == "actor.parallel.tp=8 does not divide num_kv_heads=4; use 1 or 2 or 4"
+        assert error == (
+            "actor.parallel.tp=3 does not fit num_attention_heads=8 and num_key_value_heads=4 and intermediate_size=512; "
+            "use 1, 2, 4 or 8"
+        )
+
+    def test_fewer_kv_heads_than_tensor_parallel_ranks_are_accepted(self) -> None:
+        assert check("actor.parallel.tp=8").layouts["actor"].tp == 8
+
+    def test_an_uneven_split_reaches_the_layout_by_each_of_its_keys(self) -> None:
+        first = "actor.parallel.num_layers_in_first_pipeline_stage=5"
+        last = "actor.parallel.num_layers_in_last_pipeline_stage=3"
+        text = "actor.parallel.pipeline_model_parallel_layout=Et*5|t*3L"
+        stages = "actor.parallel.layers_per_stage=[5, 3]"
+        for keys in ([first], [last], [first, last], [text], [stages]):
+            assert check("actor.parallel.pp=2", *keys).layouts["actor"].layers(1) == range(5, 8)
+        ends = [f"actor.parallel.account_for_{end}_in_pipeline_split=true" for end in ("embedding", "loss")]
+        assert check("actor.parallel.pp=2", "critic.parallel.pp=2", *ends).layouts["actor"].layers(0) == range(4)
+        assert check("actor.parallel.pp=5", "data.train=t.jsonl", *ends).layouts["actor"].layers(0) == range(1)
+
+    def test_two_ways_of_splitting_are_refused_once_for_a_shared_layout(self) -> None:
+        (error,) = problems(
+            "actor.parallel.pp=2", "actor.parallel.layers_per_stage=[4, 4]", "actor.parallel.num_layers_in_first_pipeline_stage=4"
+        )
+        assert error == (
+            "actor.parallel.layers_per_stage=[4, 4] and actor.parallel.num_layers_in_first_pipeline_stage=4 are 2 ways of "
+            "splitting the same layers; keep one of them"
+        )
 
     def test_a_layout_of_the_critics_own_is_refused_under_its_own_key(self) -> None:
         (error,) = problems("critic.parallel.pp=3", "actor.parallel.pp=2")
@@ -273,20 +299,47 @@ class TestRollout:
         for tp in (1, 2, 4):
             check(*four, f"rollout.tp={tp}")
         (error,) = problems(*four, "rollout.tp=3")
-        assert error == ("rollout.tp=3 must divide num_heads=8 and fit num_kv_heads=4; use 1 or 2 or 4 or 8")
+        assert error == ("rollout.tp=3 must divide num_attention_heads=8 and fit num_key_value_heads=4; use 1, 2, 4 or 8")
 
     def test_only_vllm_is_tensor_parallel(self) -> None:
         (error,) = problems("actor.parallel.pp=2", "rollout.tp=2")
         assert error.startswith("rollout.tp=2 is not possible with rollout.engine='hf'")
 
-    def test_gathering_over_pp_alone_needs_whole_tensors(self) -> None:
-        layout = ["rollout.engine=vllm", "pp_weights.gather=pp"]
-        (error,) = problems(*layout, "actor.parallel.tp=2")
-        assert error == (
-            "pp_weights.gather='pp' leaves actor.parallel.tp=2 shards of each tensor, and an engine takes complete tensors; "
-            "set pp_weights.gather=full or actor.parallel.tp=1"
-        )
-        check(*layout, "actor.parallel.pp=2")
+    def test_shards_go_to_an_engine_that_is_cut_alike(self, here: Path) -> None:
+        shards = "pp_weights.gather='pp' hands over actor.parallel.tp=2 shards of each tensor"
+        two = ["pp_weights.gather=pp", "actor.parallel.tp=2", "rollout.max_new_tokens=32"]
+        assert problems(*two) == [f"{shards}, and rollout.engine='hf' takes whole ones; set pp_weights.gather=full"]
+        two.append("rollout.engine=vllm")
+        assert problems(*two) == [f"{shards}, and rollout.tp=1 cuts in another way; set rollout.tp=2 or pp_weights.gather=full"]
+        check(*two, "rollout.tp=2")
+        check("rollout.engine=vllm", "pp_weights.gather=pp", "rollout.tp=2")  # actor.parallel.tp=1: no shards
+
+    @pytest.mark.parametrize(
+        "vocab_size, fits", [(100, True), (128, True), (130, False), (300, False), (49152, True), (61, False)]
+    )
+    def test_shards_of_the_vocabulary_must_be_the_same_rows(self, here: Path, vocab_size: int, fits: bool) -> None:
+        """At tp=4 Megatron pads 130 to 256 and cuts at 64 and 128; vLLM pads it to 192 and cuts at 48 and 96."""
+        write_model(here / "v", vocab_size=vocab_size)
+        four = ["model.path=v", "pp_weights.gather=pp", "actor.parallel.tp=4", "rollout.engine=vllm", "rollout.tp=4"]
+        if fits:
+            check(*four)
+        else:
+            (found,) = problems(*four)
+            assert f"vLLM cuts vocab_size={vocab_size} at" in found and "set pp_weights.gather=full" in found
+
+    def test_reading_in_place_is_for_one_vllm_worker_in_the_models_own_dtype(self, here: Path) -> None:
+        wrong = ["pp_weights.zero_copy=true", "rollout.dtype=bfloat16", "pp_weights.mode=bucketed"]
+        key = "pp_weights.zero_copy=true"
+        assert problems(*wrong) == [
+            f"{key} is for vLLM, and rollout.engine='hf'; turn it off or set rollout.engine=vllm",
+            f"{key} reads the weights as they were trained, in model.dtype='float32', and rollout.dtype='bfloat16'; "
+            "make them equal or turn it off",
+            f"{key} needs the whole model in one buffer, and pp_weights.mode='bucketed'; use mode=full or turn it off",
+        ]
+        assert problems(key, "rollout.engine=vllm", "rollout.tp=2") == [
+            f"{key} needs whole tensors, and rollout.tp=2 workers cut them; turn it off or set rollout.tp=1"
+        ]
+        check(key, "rollout.engine=vllm")
 
     def test_the_cache_must_hold_the_longest_sequence(self) -> None:
         # 2 (k, v) x 8 layers x 4 heads x 32 x 4 bytes x 96 tokens = 786432
@@ -338,7 +391,26 @@ class TestFiles:
     def test_a_quantised_model_is_refused(self, here: Path) -> None:
         write_model(here / "fp8", quantization_config={"quant_method": "fp8"})
         (error,) = problems("model.path=fp8")
-        assert error.startswith("model.path='fp8' is quantised")
+        assert error == (
+            "model.path='fp8' is quantised (config.json has quantization_config with quant_method='fp8'), which is not "
+            "supported; use the full one"
+        )
+        write_model(here / "modelopt")
+        (here / "modelopt" / "hf_quant_config.json").write_text("{}")
+        (error,) = problems("critic.path=modelopt")
+        assert error.startswith("critic.path='modelopt' is quantised (it has hf_quant_config.json)")
+
+    def test_weights_of_a_narrow_dtype_are_refused_whatever_config_json_says(self, here: Path) -> None:
+        write_model(here / "bare")
+        weights = {"model.norm.weight": torch.zeros(2), "lm_head.weight": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)}
+        save_file(weights, here / "bare" / "model.safetensors")
+        (error,) = problems("model.path=bare")
+        assert error.startswith("model.path='bare' is quantised (lm_head.weight is F8_E4M3 in model.safetensors)")
+
+    @pytest.mark.parametrize("dtype", ["fp8", "float8_e4m3fn", "int8"])
+    @pytest.mark.usefixtures("here")
+    def test_a_quantised_engine_is_refused(self, dtype: str) -> None:
+        assert problems(f"rollout.dtype={dtype}") == [f"rollout.dtype='{dtype}' is a string; give one of float32, bfloat16"]
 
     def test_a_folder_without_weights_is_refused(self, here: Path) -> None:
         (here / "m" / "model.safetensors").unlink()
@@ -445,3 +517,51 @@ class TestFiles:
     def test_all_problems_are_listed_at_once(self, here: Path) -> None:
         errors = problems("actor.parallel.pp=3", "rollout.temperature=0", "data.train=nowhere", "critic.epochs=0", "run.name=a/b")
         assert len(errors) == 5
+
+
+@pytest.mark.usefixtures("here")
+def test_engines_are_spread_over_the_ranks_or_get_their_own() -> None:
+    layout = "actor.parallel={pp: 4, dp: 2}"
+    plan = check(layout)
+    assert (plan.engine_ranks, plan.training_ranks, plan.world_size) == ((0,), 8, 8)
+    assert check(layout, "rollout.engines=2").engine_ranks == (0, 4)
+    assert check(layout, "rollout.engines=3").engine_ranks == (0, 2, 4)
+    assert check(layout, "rollout.engines=8").engine_ranks == tuple(range(8))
+    plan = check(layout, "rollout.engines=3", "rollout.own_ranks=true")
+    assert (plan.engine_ranks, plan.training_ranks, plan.world_size) == ((8, 9, 10), 8, 11)
+    plan = check(layout, "rollout.engines=3", "rollout.own_ranks=true", command="sft")
+    assert (plan.engine_ranks, plan.world_size) == ((), 8)  # it evaluates nothing
+    evaluating = ("sft.evaluate_every=5", "data.validation=t.jsonl")
+    assert check(layout, "rollout.own_ranks=true", *evaluating, command="sft").world_size == 9
+
+
+@pytest.mark.usefixtures("here")
+def test_more_engines_than_ranks_need_ranks_of_their_own() -> None:
+    assert problems("actor.parallel.pp=2", "rollout.engines=3") == [
+        "rollout.engines=3 is more than the 2 ranks that train, of which each has one at most; use at most 2, or "
+        "rollout.own_ranks=true"
+    ]
+    assert problems("rollout.engines=0") == ["rollout.engines=0 must be at least 1"]
+    assert check("rollout.engines=3", "rollout.own_ranks=true").world_size == 4
+
+
+@pytest.mark.usefixtures("here")
+def test_a_launched_world_has_a_rank_for_each_engine_of_its_own() -> None:
+    own = ("actor.parallel.pp=2", "rollout.engines=2", "rollout.own_ranks=true")
+    assert check(*own, world_size=4).world_size == 4
+    assert problems(*own, world_size=2) == [
+        "WORLD_SIZE=2, but actor.parallel needs tp x cp x pp x dp = 1 x 1 x 2 x 1 = 2 ranks and rollout.engines=2 of their own; "
+        "start 4 ranks"
+    ]
+    assert problems(*own, world_size=6)[0].endswith("start 4 ranks, or set actor.parallel.dp=2")
+    # two of four ranks are elsewhere: those may be the ones that only generate
+    assert check(*own, "pp_weights.transport=shared_memory", world_size=4, local=2).world_size == 4
+
+
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_has_one_engine() -> None:
+    with_rows = "data.validation=t.jsonl"
+    assert problems(with_rows, "rollout.engines=2", "rollout.own_ranks=true", command="eval") == [
+        "rollout.engines=2, but an evaluation has one engine; set rollout.engines=1",
+        "rollout.own_ranks=true, but an evaluation is one process and has no ranks; set rollout.own_ranks=false",
+    ]

@@ -13,6 +13,7 @@ import torch
 from megappo.config.schema import Config, EvalConfig, RewardConfig, RolloutConfig
 from megappo.data.prompts import PromptRow
 from megappo.data.tokenizer import load_tokenizer
+from megappo.pp_weights.assemble import deliver
 from megappo.pp_weights.buffer import WeightBuffer, build_manifest, weight_buffer_meta
 from megappo.rewards.score import Scorer, Scores
 from megappo.rollout.engine import Completion
@@ -97,7 +98,7 @@ def test_every_row_is_evaluated_whatever_the_engines_batch(tmp_path: Path) -> No
     found = []
     for max_num_seqs in (4, 128):
         engine = HfEngine(folder, max_model_len=16, max_num_seqs=max_num_seqs)
-        engine.update_weights(weights(engine), verify=False)
+        deliver(engine, weights(engine))
         with Scorer(RewardConfig()) as scorer:
             found.append(Evaluation(config, rows, tokenizer, scorer).run(engine, step=1))
         engine.close()

@@ -41,7 +41,7 @@ class Workers:
             mask = tensors["response_mask"]
             ids = tensors["input_ids"][:, -mask.shape[1] :] * mask
             return {"log_probs": -ids / 10, "values": ids / 5}, {}
-        return [1.0]
+        return [{"offload": {}, "publish": {"weights/bytes": 8.0}}.get(method, 1.0)]
 
     def close(self) -> None: ...
 
@@ -66,12 +66,11 @@ def step(samples: Sequence[int], skipped: Sequence[int] = (), mini_batch_size: i
         )
     )
     workers = Workers()
-    engine = SimpleNamespace(generate=lambda *_: answers, update_weights=lambda *_: None, weight_version=1)
-    publisher = SimpleNamespace(buffer=SimpleNamespace(manifest=SimpleNamespace(total_bytes=1)))
+    engine = SimpleNamespace(generate=lambda *_: answers, weight_version=1)
     tokenizer: Any = SimpleNamespace(eos_ids=(2,), pad_id=0, decode=lambda ids: " ".join(map(str, ids)))
     prompts: Any = SimpleNamespace(next_batch=lambda n: rows)
     scorer: Any = SimpleNamespace(score=lambda requests: scores)
-    ppo = PPO(config, workers, engine, publisher, tokenizer, prompts, scorer)  # type: ignore[arg-type]
+    ppo = PPO(config, workers, engine, tokenizer, prompts, scorer)  # type: ignore[arg-type]
     return ppo, ppo.step(1), workers
 
 

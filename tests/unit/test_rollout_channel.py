@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from megappo.pp_weights.update import Update
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import Completion
-from megappo.rollout.wire import pack_completions, pack_ragged, pack_seeds, unpack_completions, unpack_ragged, unpack_seeds
+from megappo.rollout.wire import (
+    pack_completions,
+    pack_ragged,
+    pack_seeds,
+    pack_update,
+    unpack_completions,
+    unpack_ragged,
+    unpack_seeds,
+    unpack_update,
+)
 
 
 @pytest.fixture
@@ -62,3 +73,8 @@ def test_completions_survive_with_ids_and_log_probs_as_they_were() -> None:
         Completion((5, 2), (-0.1, -1e-9), "stop", 9),
         Completion((7,), (-123.456,), "length", 9),
     ]
+
+
+def test_an_announced_update_survives_json() -> None:
+    update = Update(3, {"a.weight": ("float32", (2, 3)), "b": ("bfloat16", ())}, "f", 2, shards=4, verify=True)
+    assert unpack_update(json.loads(json.dumps(pack_update(update)))) == update

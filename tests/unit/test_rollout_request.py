@@ -34,7 +34,7 @@ def test_limits_come_from_the_folder(tmp_path: Path) -> None:
 
 def test_a_quantised_folder_is_refused(tmp_path: Path) -> None:
     folder = write_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UserError, match="quantization_config='fp8'"):
+    with pytest.raises(UserError, match=r"is quantised \(config.json has quantization_config with quant_method='fp8'"):
         read_limits(folder, max_model_len=8)
 
 
@@ -47,6 +47,8 @@ def test_a_refused_model_starts_no_process(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "vllm.log"
     with pytest.raises(UserError, match=r"rollout.tp=3 does not divide num_attention_heads=4 .* \[1, 2, 4\]"):
         VllmEngine(write_config(tmp_path), log_path=log, max_model_len=16, tp=3)
+    with pytest.raises(UserError, match=r"zero_copy=true is for a CPU, and the engine runs on a GPU; turn it off"):
+        VllmEngine(write_config(tmp_path), log_path=log, max_model_len=16, device="cuda", zero_copy=True)
     with pytest.raises(UserError, match="head_dim=16"):
         VllmEngine(write_config(tmp_path, head_dim=16), log_path=log, max_model_len=16)
     assert not log.exists()
@@ -99,6 +101,13 @@ def test_the_childs_environment_knows_nothing_of_the_launcher() -> None:
     assert kept == {"OMP_NUM_THREADS", "HOME"}
     assert env["OMP_NUM_THREADS"] == "2"
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize("visible, expected", [(None, "1,3"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-b,GPU-d")])
+def test_an_engine_sees_its_own_gpus_of_those_that_the_trainer_sees(visible: str | None, expected: str) -> None:
+    trainer = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    assert child_environment(trainer, threads=1, device="cuda", devices=(1, 3))["CUDA_VISIBLE_DEVICES"] == expected
+    assert child_environment(trainer, threads=1, device="cuda").get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_each_request_has_a_seed_of_its_own() -> None:

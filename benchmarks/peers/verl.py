@@ -1,0 +1,45 @@
+"""How does verl (0.9.1) hand complete tensors over? Its `per_tensor_generator`, on our chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.peers import fused_norm_name
+from megappo.models.shape import ModelShape
+
+
+def load() -> None:
+    import verl.models.mcore.weight_converter
+    import verl.utils.megatron_utils
+
+    verl.utils.megatron_utils.get_device_id = lambda: "cpu"
+
+
+def version() -> str:
+    import verl
+
+    return str(verl.__version__)
+
+
+def hand_over(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, groups: Any
+) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """What gives all complete tensors by name, on every rank. Called inside `groups.active()`, as is its result."""
+    from verl.models.mcore.weight_converter import McoreToHFWeightConverterDense
+    from verl.utils.megatron_utils import per_tensor_generator
+
+    class Converter(McoreToHFWeightConverterDense):  # type: ignore[misc]
+        def convert_param(self, name: str, params_one_group: list[torch.Tensor]) -> Any:
+            return super().convert_param(fused_norm_name(name), params_one_group)
+
+    config = chunks[0].config
+    hf_config = SimpleNamespace(
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, tie_word_embeddings=shape.tied
+    )
+    converter = Converter(hf_config, config)
+    names = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1."}
+    return lambda: per_tensor_generator(list(chunks), hf_config, converter, config, names)

@@ -235,8 +235,10 @@ Rows = tuple[int, int] | None
 def _cut_into_buckets(
     table: Table, shapes: Sequence[Mapping[str, tuple[int, ...]]], alignment_bytes: int, bucket_bytes: int | None
 ) -> Iterator[dict[str, Rows]]:
-    """{name: rows} of each bucket, in the model's order. A bucket's size counts for the largest of the targets' shards, so that
-    one cut fits all. A row that is larger than a bucket makes its bucket larger."""
+    """{name: rows} of each bucket, in the model's order. Buckets are filled to the last row, so that they are as few as can be.
+
+    A bucket's size counts for the largest of the targets' shards, so that one cut fits all. A row that is larger than a bucket
+    makes its bucket larger."""
     if bucket_bytes is None:
         yield dict.fromkeys(table)
         return
@@ -244,26 +246,19 @@ def _cut_into_buckets(
     bucket: dict[str, Rows] = {}
     for name, (dtype, _) in table.items():
         held = max((shard[name] for shard in shapes), key=math.prod)
-        whole = round_up(math.prod(held) * item_bytes(dtype), alignment_bytes)
-        if whole <= bucket_bytes or not held:
-            if whole > room and bucket:
-                yield bucket
-                bucket, room = {}, bucket_bytes
-            bucket[name] = None
-            room -= whole
-            continue
-        row_bytes = math.prod(held[1:]) * item_bytes(dtype)
+        rows, row_bytes = (held[0], math.prod(held[1:]) * item_bytes(dtype)) if held else (1, item_bytes(dtype))
         first = 0
-        while first < held[0]:
-            count = max(room // row_bytes, 0 if bucket else 1)
-            end = min(first + count, held[0])
-            if end > first:
-                bucket[name] = (first, end)
+        while True:
+            end = min(first + max(room, 0) // max(row_bytes, 1), rows)
+            if end == first < rows and not bucket:
+                end = first + 1
+            if end > first or not rows:
+                bucket[name] = None if (first, end) == (0, rows) else (first, end)
                 room -= round_up((end - first) * row_bytes, alignment_bytes)
-            if end < held[0]:
-                yield bucket
-                bucket, room = {}, bucket_bytes
-            first = end
+            if end == rows:
+                break
+            yield bucket
+            bucket, room, first = {}, bucket_bytes, end
     if bucket:
         yield bucket
 

@@ -110,7 +110,10 @@ def test_a_run_starts_from_the_checkpoints_of_another_under_another_layout(scene
     step = saved_run.run_dir / "checkpoints" / "step_000001"
     layouts = ("actor.parallel={tp: 2, pp: 1, vpp: 1}", "critic.parallel={pp: 2}", "trainer.steps=1", "trainer.save_every=0")
     run = scene.run("goes_on", *HF, *layouts, f"model.path={step}", f"critic.path={step / 'critic'}")
-    assert run.column("rollout/logprob_diff_max")[0] <= 1e-3
+    assert run.column("rollout/logprob_diff_max")[0] <= 1e-3  # the first samples came from the restored weights
+    rows = (run.run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert {json.loads(row)["weight_version"] for row in rows} == {1}  # under the version that they were saved with
+    assert run.column("weights/version") == [2]
     assert run.column("critic/values_mean")[0] != 0  # a critic that has learnt, not a head of zeros
     first = read_config(run)
     assert first["model"]["tokenizer"] == str(step / "actor" / "hf")

@@ -77,12 +77,32 @@ def test_a_killed_rank_that_only_generates_is_named(scene: Scene) -> None:
     assert (ended.failure["rank"], ended.failure["pid"]) == (2, pid)
 
 
+WAITS = """
+import time
+from pathlib import Path
+
+
+def waits_at_step_2(prompt, response, answer, row, calls=[]):
+    calls.append(prompt)
+    if len(calls) > 8:
+        Path(__file__).with_suffix(".waiting").touch()
+        time.sleep(1000)
+    return 0.5
+"""
+
+
 @pytest.mark.vllm
 def test_a_vllm_that_is_killed_while_it_is_idle_on_another_rank_is_named(scene: Scene) -> None:
     """Nobody asks it for anything: rank 0 waits for a reward."""
-    hangs = ("reward.function=reward.py:hangs_at_step_2", "reward.timeout_s=1000", "data.validation=null")
-    running = scene.start("kill_idle_vllm", *ENDLESS, *OWN_RANK, *hangs, "trainer.batch_size=8")
-    ended, pid = break_in_step_2(running, running.engine, signal.SIGKILL)
+    (scene.folder / "waits.py").write_text(WAITS)
+    waits = ("reward.function=waits.py:waits_at_step_2", "reward.timeout_s=1000", "data.validation=null")
+    running = scene.start("kill_idle_vllm", *ENDLESS, *OWN_RANK, *waits, "trainer.batch_size=8")
+
+    def engine() -> psutil.Process | None:
+        running.wait_for((scene.folder / "waits.waiting").exists, "second step's reward")
+        return running.engine()
+
+    ended, pid = break_in_step_2(running, engine, signal.SIGKILL)
     assert ended.code == 1
     assert ended.message.startswith("rank 2 (host ")
     assert f"cannot go on in idle: the vLLM engine (pid {pid}) was killed by SIGKILL after generate; its log " in ended.message

@@ -27,12 +27,14 @@ def test_data_parallel_ranks_draw_the_samples_of_one_and_learn_the_same(scene: S
 
 
 def test_tensor_parallel_stages_hand_their_weights_to_a_tensor_parallel_vllm(scene: Scene) -> None:
-    """Actor tp2 x pp2 with sequence parallel, critic dp2 x pp2 x vpp2 in the same four ranks, vLLM over two workers."""
+    """Actor tp2 x pp2 with sequence parallel, critic dp2 x pp2 x vpp2 in the same four ranks, vLLM over two workers, each of which
+    gets the shards of its tp rank, in buckets that cut them."""
     run = scene.run(
         "tp2",
         "actor.parallel={tp: 2, pp: 2, sequence_parallel: true}",
         "critic.parallel={dp: 2, pp: 2, vpp: 2}",
         "rollout.tp=2",
+        "pp_weights={gather: pp, mode: bucketed, bucket_bytes: 20000}",
         "trainer.steps=2",
     )
     assert max(run.column("rollout/logprob_diff_max")) <= 1e-3
@@ -45,12 +47,18 @@ def test_tensor_parallel_stages_hand_their_weights_to_a_tensor_parallel_vllm(sce
 @pytest.fixture(scope="module")
 def tempered_run(scene: Scene) -> Ended:
     """Actor pp2 x vpp2 and critic tp2 in the same two ranks, temperature 0.6, two samples a prompt, from a model folder whose own
-    sampling defaults would change every sample."""
+    sampling defaults would change every sample. vLLM reads the published weights where they are."""
     folder = scene.folder / "opinionated"
     shutil.copytree(scene.folder / "model", folder)
     defaults = {"do_sample": True, "top_k": 2, "repetition_penalty": 1.1, "temperature": 0.3, "eos_token_id": 2}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
-    layout = ("critic.parallel={tp: 2}", "rollout.temperature=0.6", "rollout.n=2", "trainer.batch_size=8")
+    layout = (
+        "critic.parallel={tp: 2}",
+        "rollout.temperature=0.6",
+        "rollout.n=2",
+        "trainer.batch_size=8",
+        "pp_weights.zero_copy=true",
+    )
     return scene.run("tempered", "model.path=opinionated", *layout, *PLAIN, "trainer.steps=2")
 
 

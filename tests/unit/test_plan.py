@@ -99,3 +99,14 @@ def test_replicas_share_the_bytes_and_the_formulas_are_those_of_the_paper() -> N
     assert plan.formula_bytes == plan.model_bytes * 3 / 4
     pp = build_plan(shape, layout, dict.fromkeys(stamped_hf(shape), "bfloat16"), gather="pp")
     assert pp.formula_bytes == pp.model_bytes / 4
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 16, 1 << 20])
+def test_five_thousand_small_tensors_travel_in_as_few_buckets_as_can_be(bucket_bytes: int) -> None:
+    shape = make_shape(layers=560)
+    plan = build_plan(
+        shape, ParallelLayout(560, pp=4), dict.fromkeys(expected_hf_tensors(shape), "float32"), bucket_bytes=bucket_bytes
+    )
+    assert len(plan.table) > 5000
+    assert plan.num_buckets <= -(-plan.model_bytes // bucket_bytes) + 1
+    assert plan.targets[0].slot_bytes <= bucket_bytes

@@ -18,10 +18,10 @@ from megappo.rewards.score import Scorer
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.evaluate import Evaluation
 from megappo.trainer.ppo import PPO, timed
+from megappo.trainer.roles import WeightPublisher
 from megappo.trainer.rollout import to_rows
 from megappo.trainer.sft import warm_start
 from megappo.trainer.start_check import StartCheck
-from megappo.trainer.workers import WeightPublisher
 
 
 @dataclass(frozen=True)

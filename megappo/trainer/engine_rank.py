@@ -12,7 +12,7 @@ from megappo.rollout.group import EngineOnRank
 
 
 class WeightTaker:
-    """The role `weights` where there are none to send: the other side of `trainer.workers.WeightPublisher`."""
+    """The role `weights` where there are none to send: the other side of `trainer.roles.WeightPublisher`."""
 
     def __init__(self, follow: Follow) -> None:
         self._follow = follow

@@ -99,7 +99,7 @@ class PPO:
         return metrics | self._describe(batch, advantages, metrics["timing_s/step"])
 
     def publish(self, version: int) -> dict[str, float]:
-        """Hand the actor's weights to the engine, which holds `version` from then on (see trainer/workers.WeightPublisher)."""
+        """Hand the actor's weights to the engine, which holds `version` from then on (trainer/roles.WeightPublisher)."""
         every = self.config.pp_weights.verify_every
         verify = every > 0 and version % every == 0
         found: dict[str, float] = self.workers.call("weights", "publish", version=version, verify=verify)[0]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megappo.controller.worker import WorkerGroup
     from megappo.pp_weights.delivery import Lead
     from megappo.rollout.engine import RolloutEngine
-    from megappo.trainer.workers import WeightPublisher
+    from megappo.trainer.roles import WeightPublisher
 
 
 def train(plan: Plan) -> int:
@@ -62,6 +62,7 @@ def _preload() -> None:
 
     import_megatron()
     importlib.import_module("megappo.trainer.workers")
+    importlib.import_module("megappo.pp_weights.line_copy")  # compiles, where no run has done so before
 
 
 def _rank(job: Job) -> int:

@@ -86,13 +86,14 @@ def fill(slot: WeightBuffer, tensors: Tensors, content: Content, version: int) -
 
 
 def worker_shard(tensors: Tensors, worker: int, tp: int) -> dict[str, torch.Tensor]:
-    """What one of `tp` workers holds: rows of q, k, v, gate, up; columns of o and down; 32 n rows of the vocabulary."""
+    """What one of `tp` workers holds: rows of q, k, v, gate, up; columns of o and down, their biases whole; 32 n rows of the
+    vocabulary."""
     own = {}
     for name, tensor in tensors.items():
         kind = name.split(".")[-2]
         if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
             own[name] = tensor.chunk(tp, 0)[worker]
-        elif kind in ("o_proj", "down_proj"):
+        elif kind in ("o_proj", "down_proj") and tensor.dim() == 2:
             own[name] = tensor.chunk(tp, 1)[worker]
         elif kind in ("embed_tokens", "lm_head"):
             rows = -(-tensor.shape[0] // (32 * tp)) * 32

@@ -13,9 +13,11 @@ from megappo.config.schema import OptimizerConfig
 # What each family adds to the common sizes. Rotary positions are stretched within the length of the tests' sequences.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama3": (
+    "llama3_biases": (
         "Llama",
         {
+            "attention_bias": True,
+            "mlp_bias": True,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 5000.0,
@@ -23,10 +25,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 16,
-            }
+            },
         },
     ),
-    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
+    "attention_bias": ("Llama", {"attention_bias": True}),
+    "linear_mlp_bias": (
+        "Llama",
+        {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": 6}),
     "qwen2": ("Qwen2", {"hidden_size": 128}),  # vLLM takes its head_dim for hidden size over heads
     "qwen3": ("Qwen3", {"hidden_size": 96}),  # 4 heads of 32 are more than the hidden size
@@ -119,13 +125,15 @@ def transformers_log_probs(
 
 
 # No clipping; eps above the rounding error of a gradient, which Adam's first step would turn into whole learning rates.
-PLAIN_ADAM = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), clip_grad=0.0, eps=1e-7)
+# The decay is so large that a bias or norm that were decayed, too, would show.
+PLAIN_ADAM = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), clip_grad=0.0, eps=1e-7, weight_decay=20.0)
 
 
 def transformers_update(
     folder: Path, batch: dict[str, Tensor], optimizer: OptimizerConfig, *, entropy_coef: float = 0.0, clip_range: float = 0.2
 ) -> tuple[Any, float]:
-    """The independent answer to one PPO update: plain autograd and AdamW, each sample alone. (updated model, gradient norm)."""
+    """The independent answer to one PPO update: plain autograd and AdamW, vectors not decayed, each sample alone.
+    (updated model, gradient norm)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -141,7 +149,9 @@ def transformers_update(
         loss = -torch.minimum(ratio * advantages, clipped * advantages) - entropy_coef * entropy
         (loss.sum() / total).backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
-    torch.optim.AdamW(model.parameters(), lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=0.0).step()
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps).step()
     return model, norm
 
 

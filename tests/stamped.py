@@ -48,13 +48,18 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (hidden,)
         for name, size in rows.items():
             shapes[f"{at}.self_attn.{name}_proj.weight"] = (size, hidden)
-            if family.startswith("Qwen2"):
+            if family.startswith("Qwen2") or config.get("attention_bias"):
                 shapes[f"{at}.self_attn.{name}_proj.bias"] = (size,)
         if family.startswith("Qwen3"):
             shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (head_dim,)
         shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, rows["q"])
         shapes[f"{at}.mlp.gate_proj.weight"] = shapes[f"{at}.mlp.up_proj.weight"] = (ffn, hidden)
         shapes[f"{at}.mlp.down_proj.weight"] = (hidden, ffn)
+        if config.get("attention_bias"):
+            shapes[f"{at}.self_attn.o_proj.bias"] = (hidden,)
+        if config.get("mlp_bias"):
+            shapes[f"{at}.mlp.gate_proj.bias"] = shapes[f"{at}.mlp.up_proj.bias"] = (ffn,)
+            shapes[f"{at}.mlp.down_proj.bias"] = (hidden,)
         if config.get("has_buffer"):
             shapes[BUFFER.format(layer=layer)] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
@@ -149,9 +154,9 @@ def merge(
                 gate, up = (torch.cat([half[i] for half in halves]) for i in (0, 1))
                 if gated == "halves":
                     gate, up = torch.cat(shards).chunk(2)
-                merged |= {f"{at}.mlp.gate_proj.weight": gate, f"{at}.mlp.up_proj.weight": up}
+                merged |= {f"{at}.mlp.gate_proj.{kind}": gate, f"{at}.mlp.up_proj.{kind}": up}
             else:
-                is_cut = module in ("self_attention.linear_proj", "mlp.linear_fc2")
+                is_cut = module in ("self_attention.linear_proj", "mlp.linear_fc2") and kind == "weight"
                 merged[f"{at}.{_PLAIN[module]}.{kind}"] = torch.cat(shards, 1) if is_cut else shards[0]
         if numbers != "local":
             start += len({name.split(".")[2] for name in ranks[0] if name.startswith("decoder.layers.")})

@@ -108,8 +108,7 @@ def transformer_config(
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
+        add_bias_linear=shape.mlp_bias,  # of all layers; build_chunks sets those of attention right
         qk_layernorm=shape.qk_norm,  # makes megatron sum the norms' gradients over tp, whose ranks see other heads
         window_size=None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
         hidden_dropout=0.0,
@@ -165,6 +164,8 @@ def build_chunks(
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
+    attention.linear_qkv = _with_bias(ColumnParallelLinear, shape.qkv_bias)
+    attention.linear_proj = _with_bias(RowParallelLinear, shape.proj_bias)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     chunks = []
@@ -191,6 +192,17 @@ def build_chunks(
             )
         chunks.append(model)
     return chunks
+
+
+def _with_bias(layer: type[nn.Module], has_bias: bool) -> type[nn.Module]:
+    """The layer with or without a bias, whatever megatron asks for: it has one switch for all layers (add_bias_linear), and
+    models have biases in attention or in the MLP alone."""
+
+    class Layer(layer):  # type: ignore[valid-type,misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"bias": has_bias}))
+
+    return Layer
 
 
 def _mark_tensor_parallel(model: GPTChunk) -> None:

@@ -34,7 +34,8 @@ class RopeScaling:
 class ModelShape:
     """Sizes and parts of a decoder-only transformer, in Hugging Face's terms.
 
-    vocab_size is the tokenizer-facing size, without Megatron's padding. qk_norm: an RMSNorm on each query and key head.
+    vocab_size is the tokenizer-facing size, without Megatron's padding. qkv_bias, proj_bias, mlp_bias: on q, k and v; on o; on
+    gate, up and down. qk_norm: an RMSNorm on each query and key head.
     sliding_window: a token sees itself and the window - 1 tokens before it; None: all before it.
     """
 
@@ -52,6 +53,8 @@ class ModelShape:
     max_positions: int
     head: Head = "lm"
     qkv_bias: bool = False
+    proj_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
@@ -85,7 +88,8 @@ class ModelShape:
         """Parameters of the full model, tied weights counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.ffn_size + 2)
-        layer += (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.proj_bias
+        layer += (2 * self.ffn_size + self.hidden_size) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
         head = self.hidden_size if self.head == "value" else (0 if self.tied else self.vocab_size * self.hidden_size)
         return self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size + head
 

@@ -57,6 +57,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path, tied_l
     folders = {"untied": llama_folder, "tied": tied_llama_folder}
     folders["value"] = make_model_folder(base / "value", head="value")
     folders["biases"] = make_model_folder(base / "biases", "qwen2", tied=True, num_key_value_heads=1)
+    folders["all_biases"] = make_model_folder(base / "all_biases", "llama3_biases", num_key_value_heads=1)
     folders["head_norms"] = make_model_folder(base / "head_norms", "qwen3")
     folders["wide"] = make_model_folder(base / "wide", tied=True, vocab_size=90)
     folders["bfloat16"] = cast(llama_folder, base / "bfloat16", torch.bfloat16)
@@ -178,7 +179,7 @@ def save_with_noise_in_the_padding(source: Path, degrees: dict[str, Any], checkp
 def test_a_folder_comes_back_byte_for_byte_through_a_checkpoint_of_any_layout(
     pool: Pool, sources: dict[str, Path], tmp_path: Path, degrees: dict[str, Any]
 ) -> None:
-    kinds = ("untied", "tied", "value", "biases", "head_norms")
+    kinds = ("untied", "tied", "value", "all_biases", "head_norms")
     pool.run(world_of(degrees), import_each, [(sources[kind], tmp_path / kind) for kind in kinds], degrees)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kinds)
     for kind in kinds:
@@ -222,7 +223,7 @@ def test_each_dtype_is_held_in_one_that_keeps_all_its_numbers(pool: Pool, source
 def test_what_one_layout_saved_another_loads(
     pool: Pool, sources: dict[str, Path], tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    pairs = [(sources[kind], tmp_path / kind) for kind in ("untied", "biases", "value")]
+    pairs = [(sources[kind], tmp_path / kind) for kind in ("untied", "biases", "all_biases", "value")]
     pool.run(world_of(before), import_each, pairs, before)
     assert all(pool.run(world_of(after), each_equals_its_folder, pairs, after))
 

@@ -31,6 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama_mixed": {"dtypes": "mixed", "num_key_value_heads": 4},
     "llama_no_padding": {"dtypes": "bfloat16", "vocab_size": 128},
     "llama_empty_shards": {"dtypes": "mixed", "vocab_size": 29, "tie_word_embeddings": True},
+    "llama_attention_bias": {"dtypes": "bfloat16", "attention_bias": True, "num_key_value_heads": 1},
+    "llama_mlp_bias": {"dtypes": "mixed", "mlp_bias": True, "tie_word_embeddings": True},
+    "llama_biases": {"dtypes": "float32", "attention_bias": True, "mlp_bias": True},
     "llama_value": {"dtypes": "float32", "architectures": ["LlamaForSequenceClassification"], "num_labels": 1},
     "mistral_one_kv": {"dtypes": "bfloat16", "architectures": MISTRAL, "num_key_value_heads": 1},
     "qwen2_tied": {"dtypes": "mixed", "architectures": QWEN2, "tie_word_embeddings": True},
@@ -55,7 +58,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "written_out": (5, {"tp": 2, "pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "Et|ttt||tL"}),
 }
 ALL = tuple(SHAPES)
-SOME = ("llama", "llama_tied", "qwen2_one_kv", "qwen3", "with_buffer")
+SOME = ("llama_biases", "llama_tied", "qwen2_one_kv", "qwen3", "with_buffer")
 CHOSEN = {layout: ALL if layout in ("tp2", "tp4", "tp2_pp2_vpp2", "stages", "written_out") else SOME for layout in LAYOUTS}
 MAKE = Callable[[str, int], Path]
 
@@ -153,7 +156,7 @@ def test_every_byte_of_a_folder_comes_back_from_real_megatron_chunks(pool: Pool,
 def test_the_stamps_tell_every_row_from_every_other(make: MAKE) -> None:
     from safetensors.torch import load_file
 
-    for name in ("llama", "qwen2_tied", "qwen3_one_kv_tied"):
+    for name in ("llama_biases", "qwen2_tied", "qwen3_one_kv_tied"):
         tensors = load_file(make(name, 10) / "model.safetensors").values()
         rows = [row.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors for row in t.reshape(t.shape[0], -1)]
         assert len(set(rows)) == len(rows)
@@ -169,7 +172,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name, layout",
-    [("qwen2_tied", "tp2_pp2_vpp2"), ("llama_mixed", "stages"), ("qwen3", "ends_count"), ("llama_value", "tp2_pp2_vpp2")],
+    [("qwen2_tied", "tp2_pp2_vpp2"), ("llama_biases", "stages"), ("qwen3", "ends_count"), ("llama_value", "tp2_pp2_vpp2")],
 )
 def test_wrong_ways_fail_the_comparison_that_the_right_way_passes(pool: Pool, make: MAKE, name: str, layout: str) -> None:
     layers, degrees = LAYOUTS[layout]

@@ -15,10 +15,11 @@ pytestmark = [pytest.mark.vllm]
 PROMPTS = random_prompts([40, 17, 3, 1])
 
 
-@pytest.mark.parametrize("family, tp", [("llama3", 1), ("mistral", 1), ("qwen2", 2), ("qwen3", 2)])
+@pytest.mark.parametrize("family, tp", [("llama3_biases", 2), ("mistral", 1), ("qwen2", 1), ("qwen3", 2)])
 def test_vllm_answers_as_transformers_does(tmp_path: Path, family: str, tp: int) -> None:
-    """With two workers the second version comes in shards: qwen2 has biases, qwen3 norms of queries and keys."""
-    folder = make_model_folder(tmp_path / "model", family, tied=family == "qwen2")
+    """With two workers the second version comes in shards: llama3_biases has all biases, qwen3 norms of
+    queries and keys."""
+    folder = make_model_folder(tmp_path / "model", family, tied=family in ("llama3_biases", "qwen2"))
     engine = build("vllm-tp2" if tp == 2 else "vllm", folder, tmp_path)
     try:
         trainer = Trainer(folder)

@@ -13,6 +13,7 @@ from megappo.errors import UserError
 from megappo.models.families import architecture_of, shape_of
 from megappo.models.layers import rotary_frequencies
 from megappo.models.shape import RopeScaling
+from megappo.pp_weights.mapping import expected_hf_tensors
 
 LLAMA2_7B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -116,6 +117,19 @@ def test_parts_and_positions_are_read(tmp_path: Path) -> None:
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.num_heads * qwen3.head_dim) == (False, True, 128, 2048)
 
 
+@pytest.mark.parametrize("keys", [("attention_bias",), ("mlp_bias",), ("attention_bias", "mlp_bias")], ids=str)
+@pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification"])
+def test_biases_of_llama_are_the_tensors_that_transformers_has(tmp_path: Path, keys: tuple[str, ...], head: str) -> None:
+    import transformers
+
+    config = LLAMA31_8B | dict.fromkeys(keys, True) | {"num_hidden_layers": 2, "model_type": "llama", "num_labels": 1}
+    shape = shape_of(folder_of(tmp_path, config | {"architectures": [f"LlamaFor{head}"]}))
+    with torch.device("meta"):
+        model = getattr(transformers, f"AutoModelFor{head}").from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert expected_hf_tensors(shape) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_positions_in_the_form_of_transformers_5(tmp_path: Path) -> None:
     new = {key: value for key, value in LLAMA31_8B.items() if key not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {**LLAMA31_8B["rope_scaling"], "rope_theta": 500000.0}
@@ -145,8 +159,8 @@ def test_rotary_frequencies_equal_transformers(tmp_path: Path, config: dict[str,
             LLAMA2_7B | {"architectures": ["GPT2LMHeadModel"]},
             "architectures=['GPT2LMHeadModel'] is not supported; use one of Llama",
         ),
-        (LLAMA2_7B | {"attention_bias": True}, "attention_bias=true is not supported for llama"),
-        (LLAMA2_7B | {"mlp_bias": True}, "mlp_bias=true is not supported for llama"),
+        (MISTRAL_7B | {"attention_bias": True}, "attention_bias=true is not supported for mistral"),
+        (QWEN25_05B | {"mlp_bias": True}, "mlp_bias=true is not supported for qwen2"),
         (QWEN3_06B | {"attention_bias": True}, "attention_bias=true is not supported for qwen3"),
         (LLAMA2_7B | {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (LLAMA2_7B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),

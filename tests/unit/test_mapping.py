@@ -25,6 +25,9 @@ SHAPES = {
     "one_kv_head": make_shape(kv_heads=1),
     "one_kv_head_of_six": make_shape(heads=12, kv_heads=1, head_dim=6, tied=True),
     "value_head": make_shape(head="value"),
+    "attention_bias": replace(make_shape(kv_heads=1), qkv_bias=True, proj_bias=True),
+    "mlp_bias_value_head": replace(make_shape(head="value"), mlp_bias=True),
+    "biases_tied": replace(make_shape(tied=True), qkv_bias=True, proj_bias=True, mlp_bias=True),
     "qwen2": replace(make_shape(tied=True), family="qwen2", qkv_bias=True),
     "qwen2_one_kv_head": replace(make_shape(heads=8, kv_heads=1), family="qwen2", qkv_bias=True),
     "qwen3": replace(make_shape(head_dim=6), family="qwen3", qk_norm=True),
@@ -80,7 +83,7 @@ def test_every_element_comes_back_under_its_complete_name(shape_name: str, layer
 
 @pytest.mark.parametrize("layers, degrees", LAYOUTS, ids=str)
 def test_gather_pp_gives_each_tp_rank_its_shard_of_every_tensor(layers: int, degrees: dict[str, Any]) -> None:
-    shape = replace(SHAPES["gqa_tied"], num_layers=layers)
+    shape = replace(SHAPES["biases_tied"], num_layers=layers)
     layout = ParallelLayout(layers, **degrees)
     hf = stamped_hf(shape)
     if shape.num_kv_heads % layout.tp:  # an engine's worker would want a whole KV head, and a copy of it
@@ -90,7 +93,7 @@ def test_gather_pp_gives_each_tp_rank_its_shard_of_every_tensor(layers: int, deg
     shards = all_ranks_write(shape, layout, "pp", 1)
     assert len(shards) == layout.tp
     for name, full in hf.items():
-        if "norm" in name:
+        if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
             assert all(torch.equal(shard[name], full) for shard in shards)
         else:
             dim = 1 if "o_proj" in name or "down_proj" in name else 0
@@ -110,6 +113,32 @@ def test_expected_tensors_are_the_models() -> None:
     assert "lm_head.weight" not in expected_hf_tensors(make_shape(tied=True))
     assert expected_hf_tensors(make_shape(head="value"))["score.weight"] == (1, 8)
     assert sum(torch.Size(size).numel() for size in expected.values()) == shape.num_parameters
+
+
+def test_expected_biases_are_those_that_the_model_has() -> None:
+    attention = {"q": 16, "k": 8, "v": 8, "o": 8}
+    mlp = {"gate": 12, "up": 12, "down": 8}
+    parts = {"self_attn": attention, "mlp": mlp}
+    biases = {part: {f"model.layers.0.{part}.{x}_proj.bias": (size,) for x, size in of.items()} for part, of in parts.items()}
+    plain = expected_hf_tensors(make_shape(layers=1))
+    for fields, parts_with in (
+        ({"qkv_bias": True, "proj_bias": True}, ["self_attn"]),
+        ({"mlp_bias": True}, ["mlp"]),
+        ({"qkv_bias": True, "proj_bias": True, "mlp_bias": True}, ["self_attn", "mlp"]),
+    ):
+        shape = replace(make_shape(layers=1), **fields)
+        expected = expected_hf_tensors(shape)
+        assert {name: size for name, size in expected.items() if name not in plain} == {
+            name: size for part in parts_with for name, size in biases[part].items()
+        }
+        assert sum(torch.Size(size).numel() for size in expected.values()) == shape.num_parameters
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
+def test_the_bias_of_a_row_cut_layer_is_whole_on_every_rank_and_leaves_from_the_first(name: str) -> None:
+    shape = replace(make_shape(layers=1), qkv_bias=True, proj_bias=True, mlp_bias=True)
+    pieces = [p for t in range(2) for p in chunk_pieces(shape, ParallelLayout(1, tp=2), t, 0, 0) if f"{name}.bias" in p.hf_name]
+    assert [(p.param_shape, p.start, p.stop, p.role) for p in pieces] == [((8,), 0, 8, "owner"), ((8,), 0, 8, "replica")]
 
 
 QKV = ParamRule("linear_qkv.weight", ("q.weight", "k.weight", "v.weight"), "qkv")

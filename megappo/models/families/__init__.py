@@ -51,11 +51,12 @@ def architecture_of(shape: ModelShape) -> str:
 
 
 def rules_of(shape: ModelShape) -> tuple[ParamRule, ...]:
-    """The rules of this model's parameters: the family's, less the head that it does not have."""
+    """The rules of this model's parameters: the family's, less the head and the biases that it does not have."""
     absent = {"lm_head"} if shape.head == "value" or shape.tied else set()
     if shape.head != "value":
         absent.add("value_head")
-    return tuple(rule for rule in _FAMILIES[shape.family].RULES if rule.part not in absent)
+    rules: tuple[ParamRule, ...] = _FAMILIES[shape.family].RULES
+    return tuple(rule for rule in rules if rule.part not in absent and (rule.only_with is None or getattr(shape, rule.only_with)))
 
 
 def _head_of(name: str, causal: str) -> Head | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megappo.errors import UserError
@@ -23,21 +24,27 @@ DECODER = (
     ParamRule("output_layer.weight", ("lm_head.weight",), "vocab", "lm_head"),
     ParamRule("value_head.weight", ("score.weight",), "replicated", "value_head"),
 )
-QKV_BIAS = (ParamRule(f"{_LAYER}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), "qkv"),)
+_GATE_UP_BIAS = (f"{_HF}mlp.gate_proj.bias", f"{_HF}mlp.up_proj.bias")
+BIASES = (  # those of the row-cut layers are added to the sum over tp, so every rank holds them whole
+    ParamRule(f"{_LAYER}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), "qkv", only_with="qkv_bias"),
+    ParamRule(f"{_LAYER}self_attention.linear_proj.bias", (f"{_HF}self_attn.o_proj.bias",), "replicated", only_with="proj_bias"),
+    ParamRule(f"{_LAYER}mlp.linear_fc1.bias", _GATE_UP_BIAS, "gate_up", only_with="mlp_bias"),
+    ParamRule(f"{_LAYER}mlp.linear_fc2.bias", (f"{_HF}mlp.down_proj.bias",), "replicated", only_with="mlp_bias"),
+)
 QK_NORM = tuple(
     ParamRule(f"{_LAYER}self_attention.{x}_layernorm.weight", (f"{_HF}self_attn.{x}_norm.weight",), "replicated") for x in "qk"
 )
 
 
-def decoder_shape(config: dict[str, Any], family: str, **own: Any) -> ModelShape:
+def decoder_shape(config: dict[str, Any], family: str, *, bias_keys: Collection[str] = (), **own: Any) -> ModelShape:
     """Sizes from a `config.json`; `own`: what the family fixes itself (its defaults for absent keys, its extra parts).
-
+    bias_keys: which of attention_bias (on q, k, v, o) and mlp_bias (on gate, up, down) the family heeds.
     Raises UserError for what no family here does, KeyError for a key that must be there."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"config.json hidden_act={activation!r} is not supported; use a model with silu")
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
+        if config.get(key) and key not in bias_keys:
             raise UserError(f"config.json {key}=true is not supported for {family}; use a model without it")
     heads = config["num_attention_heads"]
     sizes = {
@@ -45,6 +52,9 @@ def decoder_shape(config: dict[str, Any], family: str, **own: Any) -> ModelShape
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": bool(config.get("attention_bias")),
+        "proj_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
     }
     theta, scaling = _rope(config)
     return ModelShape(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megappo.models.families.decoder import DECODER, QKV_BIAS, decoder_shape, no_sliding_layers
+from megappo.models.families.decoder import BIASES, DECODER, decoder_shape, no_sliding_layers
 from megappo.models.shape import ModelShape
 
 ARCHITECTURE = "Qwen2ForCausalLM"
-RULES = DECODER + QKV_BIAS
+RULES = DECODER + BIASES
 
 
 def shape_from_hf(config: dict[str, Any]) -> ModelShape:

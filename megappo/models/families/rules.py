@@ -27,3 +27,5 @@ class ParamRule:
     hf: tuple[str, ...]
     cut: Cut
     part: Literal["embedding", "layer", "final_norm", "lm_head", "value_head"] = "layer"
+    only_with: Literal["qkv_bias", "proj_bias", "mlp_bias"] | None = None
+    """The field of ModelShape without which a model has no such parameter."""

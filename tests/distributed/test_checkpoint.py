@@ -8,7 +8,6 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,7 @@ from megappo.checkpoint.convert import convert, export_model, import_dtypes, imp
 from megappo.checkpoint.load import load_model, load_weights
 from megappo.checkpoint.save import Savable, save_model, save_step
 from megappo.checkpoint.source import hf_tensors
-from megappo.config.schema import Config, ModelConfig, OptimizerConfig
+from megappo.config.schema import OptimizerConfig
 from megappo.errors import RunFailed, UserError
 from megappo.models.families import shape_of
 from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
@@ -31,6 +30,10 @@ from megappo.models.microbatch import MicroBatching
 from megappo.models.pipeline_model import Trainee
 from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.parallel_state.layout import ParallelLayout
+from megappo.pp_weights.buffer import WeightBuffer
+from megappo.pp_weights.plan import build_plan
+from megappo.pp_weights.update import Bucket, Update
+from megappo.trainer.start_check import StartCheck
 from tests.distributed.bodies import assemble, exported_pieces, own_rows
 from tests.models import make_batch, make_model_folder
 from tests.pool import Pool
@@ -466,18 +469,32 @@ def read_on_rank_0(checkpoint: Path, source: Path) -> bool | None:
 def test_the_start_check_compares_every_published_tensor_with_the_model_path(
     pool: Pool, sources: dict[str, Path], tmp_path: Path, path: str
 ) -> None:
-    from megappo.trainer.export import check_start
-
     pool.run(2, import_to, sources["untied"], {"tp": 2}, tmp_path / "c")
-    config = Config(model=ModelConfig(path=str(sources["untied"] if path == "folder" else tmp_path / "c")))
-
-    def check(views: Named) -> None:
-        check_start(SimpleNamespace(buffer=SimpleNamespace(views=lambda: views)), config)  # type: ignore[arg-type]
-
+    model_path = str(sources["untied"] if path == "folder" else tmp_path / "c")
     views = held_in(sources["untied"])
+
+    def check(views: Named, **options: Any) -> None:
+        layout = ParallelLayout(4, tp=2)
+        plan = build_plan(shape_of(sources["untied"]), layout, {name: t.dtype for name, t in views.items()}, **options)
+        receiver = StartCheck(plan, model_path)
+        receiver.start(Update(0, plan.table, plan.fingerprint, plan.num_buckets, shards=len(plan.targets)))
+        for number in range(plan.num_buckets):
+            buffers = [WeightBuffer.create(target.buckets[number]) for target in plan.targets]
+            for target, buffer in zip(plan.targets, buffers, strict=True):
+                for entry in buffer.manifest.entries:
+                    whole = target.held(entry.name, views[entry.name])
+                    buffer.views()[entry.name].copy_(whole if entry.rows is None else whole[slice(*entry.rows)])
+            receiver.settle()
+            receiver.load(Bucket(number, tuple(b.path for b in buffers), tuple(b.manifest for b in buffers)))
+            for buffer in buffers:
+                buffer.close()
+        receiver.finish()
+
     check(views)
     check({name: tensor.bfloat16() for name, tensor in views.items()})  # as the trainer rounds it
-    with pytest.raises(RunFailed, match=r"1 tensors differ, first model\.layers\.2\.mlp\.up_proj\.weight"):
-        check(views | {"model.layers.2.mlp.up_proj.weight": views["model.layers.2.mlp.gate_proj.weight"]})
-    with pytest.raises(RunFailed, match=r"2 tensors differ, first model\.norm\.weight, stray"):
-        check({("stray" if name == "model.norm.weight" else name): tensor for name, tensor in views.items()})
+    for options in ({"bucket_bytes": 3000}, {"gather": "pp"}, {"gather": "pp", "bucket_bytes": 3000}):
+        check(views, **options)
+        with pytest.raises(RunFailed, match=r"\d tensors differ, first model\.layers\.2\.mlp\.up_proj\.weight"):
+            check(views | {"model.layers.2.mlp.up_proj.weight": views["model.layers.2.mlp.gate_proj.weight"]}, **options)
+    with pytest.raises(RunFailed, match=r"1 tensors differ, first model\.norm\.weight"):
+        check(views | {"model.norm.weight": views["model.norm.weight"] + 1e-6})

@@ -43,3 +43,23 @@ def hand_over(
     converter = Converter(hf_config, config)
     names = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1."}
     return lambda: per_tensor_generator(list(chunks), hf_config, converter, config, names)
+
+
+def load_heads() -> None:
+    """Its functions ask megatron for the tensor-parallel group: that of a world of one, where there is none yet."""
+    import verl.utils.megatron.tensor_parallel  # noqa: F401
+    from megatron.core import parallel_state as mpu
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not mpu.model_parallel_is_initialized():
+        mpu.initialize_model_parallel(1)
+
+
+def log_probs_and_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As its Megatron engine calls them: the logits are cloned, since the log-probs' pass overwrites what the entropy's needs."""
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
+
+    clone = logits.clone()
+    entropy = vocab_parallel_entropy(logits)
+    return vocab_parallel_log_probs_from_logits(clone, labels), entropy

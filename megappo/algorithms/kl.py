@@ -5,6 +5,7 @@ legend: b samples, r response width; masks are bool, True on valid tokens
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -40,6 +41,21 @@ def kl_in_reward(
     """Token rewards less kl_coef * k1 at valid places (b, r), and the k1 estimates themselves (b, r)."""
     kl = kl_estimate(log_probs, ref_log_probs, mask, "k1")
     return zero_masked(token_rewards, mask) - kl_coef * kl, kl
+
+
+def adaptive_kl_coef(kl_coef: float, kl: float, target: float, gain: float = 0.1) -> float:
+    """The coefficient of the next step, so that the measured KL goes to the target (arXiv:1909.08593):
+
+        e = clip(kl / target - 1, -0.2, 0.2)
+        next kl_coef = kl_coef * (1 + gain * e)
+
+    gain: 0.1 in the paper, a step. A KL that is not finite (a skipped step) changes nothing.
+    """
+    if target <= 0:
+        raise ValueError(f"the target KL must be above 0, got {target}")
+    if not math.isfinite(kl):
+        return kl_coef
+    return kl_coef * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))
 
 
 def clamped_log_ratio(log_probs: Tensor, other_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over valid tokens, in float32; 0 where there are none."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+    return masked_sum(values, mask) / mask.count_nonzero().clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
@@ -48,10 +48,24 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     The variance is unbiased (divides by count - 1). Always finite: one valid token or constant values give 0.
     """
     kept = zero_masked(values, mask)
-    count = mask.sum()
+    count = mask.count_nonzero()  # many times faster than the sum of a bool tensor
     centred = zero_masked(kept - kept.sum() / count.clamp(min=1), mask)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + eps)
+
+
+def whiten_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """(3,) float64: number, sum and sum of squares of the valid tokens. Those of several ranks add up; an empty shard gives 0."""
+    kept = torch.where(mask, values.detach().double(), 0.0)
+    return torch.stack((mask.count_nonzero().double(), kept.sum(), kept.square().sum()))
+
+
+def whiten_from_sums(values: Tensor, mask: Tensor, sums: Tensor, eps: float = 1e-8) -> Tensor:
+    """`masked_whiten` of a part, by the statistics of the whole: sums (3,) of `whiten_sums`, added over all parts."""
+    count, total, squares = sums.unbind()
+    mean = total / count.clamp(min=1)
+    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    return zero_masked((values.detach().double() - mean) * torch.rsqrt(variance + eps), mask)
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:

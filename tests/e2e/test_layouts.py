@@ -27,8 +27,8 @@ def test_data_parallel_ranks_draw_the_samples_of_one_and_learn_the_same(scene: S
 
 
 def test_tensor_parallel_stages_hand_their_weights_to_a_tensor_parallel_vllm(scene: Scene) -> None:
-    """Actor tp2 x pp2 with sequence parallel, critic dp2 x pp2 x vpp2 in the same four ranks, vLLM over two workers, each of which
-    gets the shards of its tp rank, in buckets that cut them."""
+    """Actor tp2 x pp2 with sequence parallel, critic dp2 x pp2 x vpp2 in the same four ranks, vLLM over two workers, each of
+    which gets the shards of its tp rank, in buckets that cut them."""
     run = scene.run(
         "tp2",
         "actor.parallel={tp: 2, pp: 2, sequence_parallel: true}",

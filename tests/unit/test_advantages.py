@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.algorithms.advantages import gae, place_terminal_reward
+from megappo.algorithms.advantages import gae, gae_by_blocks, place_terminal_reward
 from megappo.algorithms.masking import mask_from_lengths
 
 NAN = float("nan")
@@ -89,3 +91,52 @@ def test_the_score_stands_at_the_last_valid_token(length: int) -> None:
 def test_a_score_without_a_valid_token_has_no_place() -> None:
     mask = torch.tensor([[False, False], [True, False], [True, True]])
     assert place_terminal_reward(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[0.0, 0.0], [2.0, 0.0], [0.0, 3.0]]
+
+
+@pytest.mark.parametrize("compute", [gae, gae_by_blocks])
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.0, 0.5)])
+def test_long_responses_equal_a_float64_loop(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]], gamma, lam) -> None:
+    generator = torch.Generator().manual_seed(3)
+    width = 4097
+    rewards, values = (torch.randn(5, width, generator=generator) for _ in range(2))
+    mask = torch.rand(5, width, generator=generator) > 0.4  # spans of tools everywhere
+    mask[1] = True
+    mask[2] = torch.arange(width) < 1000
+    mask[3] = False
+    rewards, values = torch.where(mask, rewards, NAN), torch.where(mask, values, float("-inf"))
+    advantages, returns = compute(rewards, values, mask, gamma, lam)
+    for row in range(5):
+        wanted = torch.tensor(gae_by_hand(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam))
+        torch.testing.assert_close(torch.stack((advantages[row], returns[row])), wanted.nan_to_num(0.0), atol=1e-5, rtol=1e-6)
+
+
+def test_rows_that_do_not_lie_side_by_side_and_other_dtypes_are_read_right() -> None:
+    rewards, values = torch.randn(6, 8).t()[::2], torch.randn(4, 6, dtype=torch.float64).bfloat16()
+    mask = torch.rand(6, 4).t() > 0.3
+    found = gae(rewards, values, mask, 0.9, 0.8)
+    for row in range(4):
+        wanted = gae_by_hand(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), 0.9, 0.8)
+        for got, known in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got[row], torch.tensor(known).nan_to_num(0.0))
+
+
+def test_no_gradient_flows_through_advantages_and_inputs_stay() -> None:
+    rewards, values = torch.ones(1, 3, requires_grad=True), torch.ones(1, 3, requires_grad=True)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for found in (*gae(rewards, values, mask, 0.9, 0.8), *gae_by_blocks(rewards, values, mask, 0.9, 0.8)):
+        assert not found.requires_grad
+    assert rewards.tolist() == values.tolist() == [[1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("compute", [gae, gae_by_blocks])
+def test_an_empty_batch_has_no_advantages(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    empty = torch.zeros(0, 3)
+    assert [tuple(x.shape) for x in compute(empty, empty, empty.bool(), 0.9, 0.8)] == [(0, 3), (0, 3)]
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"one shape.*'values': \(2, 4\)"):
+        gae(ones, torch.ones(2, 4), mask, 0.9, 0.8)
+    with pytest.raises(ValueError, match=r"must be bool, got torch.float32"):
+        gae(ones, ones, ones, 0.9, 0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -118,6 +119,37 @@ def test_masked_values_are_ignored(clip_range: float | None) -> None:
     assert values.grad is not None
     assert values.grad.tolist() == [-1.0, 0.0]
     assert sums["vf_clipfrac"] == 0.0
+
+
+@pytest.mark.parametrize("clip_range", [None, 0.3])
+@pytest.mark.parametrize("seed", range(3))
+def test_value_loss_and_explained_variance_equal_a_float64_loop(seed: int, clip_range: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values, old, returns = torch.randn(3, 4, 6, generator=generator).unbind(0)
+    mask = torch.rand(4, 6, generator=generator) > 0.4
+    values, old, returns = (torch.where(mask, x, NAN) for x in (values, old, returns))
+    leaf = values.clone().requires_grad_()
+    loss, sums = value_loss(leaf, old, returns, mask, clip_range)
+    loss.backward()
+    tokens = [x[mask].tolist() for x in (values, old, returns)]
+    total, moved, gradient = 0.0, 0, []
+    for v, o, r in zip(*tokens, strict=True):
+        error, slope = (v - r) ** 2, v - r
+        if clip_range is not None and abs(v - o) > clip_range:
+            moved += 1
+            clipped = o + math.copysign(clip_range, v - o)
+            if (clipped - r) ** 2 > error:
+                error, slope = (clipped - r) ** 2, 0.0
+        total += error / 2
+        gradient.append(slope)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert sums["vf_clipfrac"] == moved
+    assert leaf.grad is not None
+    assert leaf.grad[mask].tolist() == pytest.approx(gradient, rel=1e-5, abs=1e-6)
+    assert (leaf.grad[~mask] == 0).all()
+    errors = [r - v for v, r in zip(tokens[0], tokens[2], strict=True)]
+    wanted = 1 - statistics.pvariance(errors) / statistics.pvariance(tokens[2])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
 def test_explained_variance_is_1_for_a_perfect_and_0_for_a_constant_value() -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from megappo.algorithms.masking import mask_from_lengths, masked_mean, masked_sum, masked_whiten, response_mask_from_eos
+from megappo.algorithms.masking import (
+    mask_from_lengths,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    response_mask_from_eos,
+    whiten_from_sums,
+    whiten_sums,
+)
 
 NAN = float("nan")
 
@@ -62,3 +70,31 @@ def test_whitening_few_tokens_is_finite() -> None:
         ([False, True, True], [0.0, 0.0, 0.0]),  # constant values
     ):
         torch.testing.assert_close(masked_whiten(values, torch.tensor(mask)), torch.tensor(wanted))
+
+
+def test_sums_of_the_parts_whiten_as_the_whole() -> None:
+    torch.manual_seed(0)
+    values, mask = torch.randn(9, 6) * 3 + 100, torch.rand(9, 6) > 0.5
+    values = torch.where(mask, values, NAN)
+    parts = [slice(0, 4), slice(4, 4), slice(4, 9)]  # the second rank holds nothing, and still takes part
+    sums = sum(whiten_sums(values[part], mask[part]) for part in parts)
+    found = torch.cat([whiten_from_sums(values[part], mask[part], sums) for part in parts])
+    kept = [float(x) for x, valid in zip(values.flatten(), mask.flatten(), strict=True) if valid]
+    mean = sum(kept) / len(kept)
+    deviation = (sum((x - mean) ** 2 for x in kept) / (len(kept) - 1)) ** 0.5
+    wanted = torch.tensor([(x - mean) / deviation for x in kept])
+    torch.testing.assert_close(found[mask], wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, masked_whiten(values, mask), atol=1e-4, rtol=0)  # which is float32 throughout
+    assert (found[~mask] == 0).all()
+
+
+def test_whitening_few_tokens_from_sums_is_finite() -> None:
+    values = torch.tensor([5.1, 7.3, 7.3, NAN])
+    for mask, wanted in (
+        ([False, False, False, False], [0.0, 0.0, 0.0, 0.0]),
+        ([True, False, False, False], [0.0, 0.0, 0.0, 0.0]),
+        ([True, True, False, False], [-0.707107, 0.707107, 0.0, 0.0]),
+        ([False, True, True, False], [0.0, 0.0, 0.0, 0.0]),
+    ):
+        valid = torch.tensor(mask)
+        torch.testing.assert_close(whiten_from_sums(values, valid, whiten_sums(values, valid)), torch.tensor(wanted))

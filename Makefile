@@ -26,11 +26,11 @@ train: demo-model  ## PPO on the tiny Llama: pp2 x vpp2, critic, reference, real
 train-smollm2: smollm2-model  ## PPO on SmolLM2-135M-Instruct: pp2 x vpp3, critic, real vLLM
 	@.venv/bin/megappo train configs/smollm2_135m_cpu.yaml
 
-test: install  ## all tests
-	@$(PY) -m pytest -p no:cacheprovider
+test: install  ## all tests but those marked long
+	@$(PY) -m pytest -p no:cacheprovider -m "not long"
 
-test-faults: install  ## only the tests that kill or starve ranks on purpose
-	@$(PY) -m pytest -p no:cacheprovider -m faults
+test-faults: install  ## the tests that kill or starve ranks on purpose, and those marked long
+	@$(PY) -m pytest -p no:cacheprovider -m "faults or long"
 
 lint: install  ## ruff, mypy, import contracts
 	@.venv/bin/ruff check .

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from megappo.pp_weights.transport import (
     host_identity,
     host_slot,
 )
-from megappo.pp_weights.update import Bucket, Receiver, Table, Update
+from megappo.pp_weights.update import Bucket, Guarded, Receiver, Table, Update
 from megappo.pp_weights.verify import checksums, compare_names
 
 logger = logging.getLogger("megappo")
@@ -168,12 +168,12 @@ class WeightManager:
         next version comes.
         verify: stamp checksums for the receivers, and check that the copies of tied embeddings are equal."""
         update = self.update(version, verify)
-        guarded = _Guarded(receiver)
-        guarded.run("start", update)
-        for bucket in self._steps(update, lambda: guarded.run("settle")):
-            guarded.run("load", bucket)
-        guarded.run("finish")
-        self.stats = PublishStats(**{**vars(self.stats), "load_s": guarded.seconds})
+        guarded = Guarded(receiver)
+        guarded.start(update)
+        for bucket in self._steps(update, guarded.settle):
+            guarded.load(bucket)
+        guarded.finish()
+        self.stats = replace(self.stats, load_s=guarded.seconds)
         if guarded.error is not None:
             raise guarded.error
         slots = self._transport.slots
@@ -318,26 +318,6 @@ class WeightManager:
                     f"tied weights differ: {write.piece.param} of the last stage and the embedding of the first are "
                     f"{apart:.3g} apart"
                 )
-
-
-class _Guarded:
-    """A receiver whose first error is kept, so that this rank can go on to the end with the others. No receiver: nothing is done.
-    seconds: spent in it."""
-
-    def __init__(self, receiver: Receiver | None) -> None:
-        self._receiver = receiver
-        self.error: Exception | None = None
-        self.seconds = 0.0
-
-    def run(self, step: Literal["start", "settle", "load", "finish"], *arguments: Any) -> None:
-        if self._receiver is None or self.error is not None:
-            return
-        began = time.perf_counter()
-        try:
-            getattr(self._receiver, step)(*arguments)
-        except Exception as error:  # noqa: BLE001 - raised by `publish` once all ranks are through
-            self.error = error
-        self.seconds += time.perf_counter() - began
 
 
 def _choose_transport(transport: TransportName, hosts: Sequence[str], devices: set[torch.device]) -> TransportName:

@@ -211,6 +211,8 @@ class CollectiveTransport:
             meet(self._world_size)
         if self.slots:
             self._placing_of(bucket, slot).run()
+            if self.slots[slot].data.is_cuda:  # another process reads next, on a stream of its own
+                torch.cuda.current_stream().synchronize()
         if several:
             meet(self._world_size)
 

@@ -6,6 +6,7 @@ than a bucket comes in parts, whole rows each, in order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,14 +73,15 @@ class Receiver(Protocol):
 
 class Guarded:
     """A receiver whose first failure is kept in `error`, and which is left alone from then on until the next start. So whoever
-    must go on with others can, and raise it in the end. No receiver: nothing is done."""
+    must go on with others can, and raise it in the end. No receiver: nothing is done. seconds: that it took since the start."""
 
     def __init__(self, receiver: Receiver | None) -> None:
         self._receiver = receiver
         self.error: Exception | None = None
+        self.seconds = 0.0
 
     def start(self, update: Update) -> None:
-        self.error = None
+        self.error, self.seconds = None, 0.0
         self._do(lambda receiver: receiver.start(update))
 
     def settle(self) -> None:
@@ -94,10 +96,12 @@ class Guarded:
     def _do(self, step: Callable[[Receiver], None]) -> None:
         if self._receiver is None or self.error is not None:
             return
+        began = time.perf_counter()
         try:
             step(self._receiver)
         except Exception as error:  # noqa: BLE001 - for the owner to raise
             self.error = error
+        self.seconds += time.perf_counter() - began
 
 
 class Receivers:

@@ -34,7 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 WAYS = {"packed": MicroBatching(size=2), "padded": MicroBatching(size=2, packed=False)}
 NEW = [family for family in FAMILIES if family != "llama"]  # that one is test_parity.py's
-CASES = [(family, tied) for family in NEW for tied in (False, True) if (family, tied) != ("attention_bias", True)]
+CASES = [(family, False) for family in NEW]
+CASES += [pytest.param((family, True), marks=pytest.mark.long) for family in NEW if family != "attention_bias"]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -48,7 +49,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, (before, grad_norm, after)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LONG = ("tp2_sp", "pp2_vpp2")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in LAYOUTS])
 def test_log_probs_equal_transformers_before_and_after_an_update(pool: Pool, case: tuple[Path, Any], layout: str) -> None:
     folder, (want_before, want_norm, want_after) = case
     ways = WAYS if layout in ("one", "tp2_pp2") else {"packed": WAYS["packed"]}

@@ -44,7 +44,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return folder
 
 
-@pytest.mark.parametrize("family, kv_heads", MODELS)
+LONG = [("qwen2", 1), ("qwen3", 2), ("llama", 2)]
+
+
+@pytest.mark.parametrize(
+    "family, kv_heads", [pytest.param(*model, marks=pytest.mark.long if model in LONG else ()) for model in MODELS]
+)
 def test_log_probs_and_entropy_equal_transformers_before_and_after_an_update(
     pool: Pool, make: Make, family: str, kv_heads: int
 ) -> None:
@@ -62,7 +67,9 @@ def test_log_probs_and_entropy_equal_transformers_before_and_after_an_update(
                 assert (got[name] - expected).abs().max().item() <= 1e-4, (layout, when, name)
 
 
-@pytest.mark.parametrize("family, kv_heads, layout", [("llama", 1, TP2), ("qwen2", 1, TP4), ("qwen3", 2, TP4)])
+@pytest.mark.parametrize(
+    "family, kv_heads, layout", [("llama", 1, TP2), ("qwen2", 1, TP4), pytest.param("qwen3", 2, TP4, marks=pytest.mark.long)]
+)
 def test_one_update_equals_the_one_process_update(
     pool: Pool, make: Make, family: str, kv_heads: int, layout: dict[str, Any]
 ) -> None:

@@ -64,8 +64,13 @@ def references(pool: Pool, llama_folder: Path, tied_llama_folder: Path) -> dict[
     return {tied: run(pool, folder, alone) for tied, folder in ((False, llama_folder), (True, tied_llama_folder))}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+TIED = ("pp2", "tp2_pp2_vpp2_sp", "dp2_pp2_distributed", "pp2_vpp2_ends_alone", "actor_pp2_vpp2_critic_tp2")
+"""The cases that are run with tied embeddings as well; the others are long."""
+WAYS = [(case, False) for case in CASES] + [(case, True) for case in TIED]
+WAYS += [pytest.param(case, True, marks=pytest.mark.long) for case in CASES if case not in TIED]
+
+
+@pytest.mark.parametrize("case, tied", WAYS)
 def test_one_update_equals_the_one_process_update(
     pool: Pool, llama_folder: Path, tied_llama_folder: Path, references: dict[bool, Any], case: str, tied: bool
 ) -> None:

@@ -12,10 +12,12 @@ from tests.models import make_model_folder
 
 pytestmark = [pytest.mark.vllm]
 
+LONG_QWEN2 = pytest.param("qwen2", 1, marks=pytest.mark.long)
+LONG_QWEN3 = pytest.param("qwen3", 2, marks=pytest.mark.long)
 PROMPTS = random_prompts([40, 17, 3, 1])
 
 
-@pytest.mark.parametrize("family, tp", [("llama3_biases", 2), ("mistral", 1), ("qwen2", 1), ("qwen3", 2)])
+@pytest.mark.parametrize("family, tp", [("llama3_biases", 2), ("mistral", 1), LONG_QWEN2, LONG_QWEN3])
 def test_vllm_answers_as_transformers_does(tmp_path: Path, family: str, tp: int) -> None:
     """With two workers the second version comes in shards: llama3_biases has all biases, qwen3 norms of
     queries and keys."""

@@ -144,7 +144,7 @@ def build(kind: str, folder: Path, tmp_path: Path) -> Engine:
         "hf",
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
         pytest.param("vllm-tp2", marks=[pytest.mark.vllm, pytest.mark.slow]),
-        pytest.param("vllm-zero-copy", marks=[pytest.mark.vllm, pytest.mark.slow]),
+        pytest.param("vllm-zero-copy", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Trainer]]:

@@ -92,6 +92,7 @@ def waits_at_step_2(prompt, response, answer, row, calls=[]):
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_a_vllm_that_is_killed_while_it_is_idle_on_another_rank_is_named(scene: Scene) -> None:
     """Nobody asks it for anything: rank 0 waits for a reward."""
     (scene.folder / "waits.py").write_text(WAITS)

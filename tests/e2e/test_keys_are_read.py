@@ -11,7 +11,7 @@ import pytest
 from megappo.config import schema
 from tests.e2e.command import Scene
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.distributed, pytest.mark.vllm]
 
 # Runs the command, and notes in a file each field of the schema that code outside of megappo.config reads, in any process.
 # (check_layouts and check_engines count: they make the layouts and the placement that a run uses.)

@@ -19,7 +19,7 @@ from megappo.observe.metrics import read_metrics
 from tests.e2e.command import ROOT
 from tests.models import make_model_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.distributed, pytest.mark.vllm]
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 FILES = dict(re.findall(r"```\w+ file=(\S+)\n(.*?)```", PAGE, re.DOTALL))

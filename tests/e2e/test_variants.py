@@ -57,6 +57,7 @@ def test_ranks_that_torchrun_started_make_the_same_run(scene: Scene, hf_runs: tu
     assert run.stdout.splitlines()[-2:] == hf_runs[0].stdout.splitlines()[-2:]
 
 
+@pytest.mark.long
 def test_ranks_that_only_generate_make_the_same_run(scene: Scene, hf_runs: tuple[Ended, Ended]) -> None:
     """But for the last bits of the engine's own log-probs: transformers pads the prompts of a call to the longest."""
     own = ("rollout.engines=2", "rollout.own_ranks=true")

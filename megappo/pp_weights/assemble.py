@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from megappo.errors import RunFailed
 from megappo.pp_weights.buffer import WeightBuffer
-from megappo.pp_weights.manifest import Manifest, ManifestEntry, fingerprint_of
+from megappo.pp_weights.manifest import Manifest, ManifestEntry, fingerprint_of, item_bytes
 from megappo.pp_weights.update import Bucket, Receiver, Update
 from megappo.pp_weights.verify import NamesDiffer, verify
 
@@ -17,12 +18,14 @@ class Assembler:
     """Takes the buckets of one update in order and gives complete tensors. Raises RunFailed for whatever was not announced, comes
     twice, or comes out of order; `finish` for what did not come.
 
-    A tensor that lies whole in a bucket is a view into it. One that comes in parts is put together in memory of its own, of which
-    there is one at a time.
+    A tensor that lies whole in a bucket is a view into it. One that comes in parts is put together in other memory. keep: it has
+    that memory to itself; else one room, as large as the largest tensor, serves all, and a tensor holds until the next is asked
+    for.
     """
 
-    def __init__(self, update: Update) -> None:
-        self._update = update
+    def __init__(self, update: Update, keep: bool = True) -> None:
+        self._update, self._keep = update, keep
+        self._shared: torch.Tensor | None = None
         self._arrived: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._open: ManifestEntry | None = None  # the part that came last of a tensor that is not complete
         self._room: torch.Tensor | None = None
@@ -77,13 +80,21 @@ class Assembler:
         if first != expected:
             raise RunFailed(f"{entry.name}: rows {first} to {end} came, expected row {expected}")
         if self._room is None:
-            self._room = torch.empty(entry.shape, dtype=part.dtype, device=part.device)
+            self._room = self._new_room(entry, part)
         self._room[first:end].copy_(part)
         self._open = entry
         if end < entry.shape[0]:
             return None
         complete, self._room, self._open = self._room, None, None
         return complete
+
+    def _new_room(self, entry: ManifestEntry, part: torch.Tensor) -> torch.Tensor:
+        if self._keep:
+            return torch.empty(entry.shape, dtype=part.dtype, device=part.device)
+        if self._shared is None:
+            largest = max(math.prod(shape) * item_bytes(dtype) for dtype, shape in self._update.table.values())
+            self._shared = torch.empty(largest, dtype=torch.uint8, device=part.device)
+        return self._shared[: math.prod(entry.shape) * part.element_size()].view(part.dtype).view(entry.shape)
 
 
 def deliver(receiver: Receiver, buffer: WeightBuffer, verify: bool = False) -> None:

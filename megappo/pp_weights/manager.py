@@ -192,7 +192,7 @@ class WeightManager:
         All ranks iterate in step. A tensor holds until the next one is asked for. Only where complete tensors are gathered."""
         assert self.plan.gather == "full", "shards are no complete tensors"
         update = self.update(version)
-        assembler = Assembler(update)
+        assembler = Assembler(update, keep=False)
         for bucket in self._steps(update, lambda: None):
             manifest = bucket.manifests[0]
             if self._transport.slots:

@@ -55,7 +55,7 @@ class HfEngine:
             if update.shards > 1:
                 raise RunFailed(f"the hf engine takes whole tensors, not {update.shards} shards; use pp_weights.gather=full")
             check_announcement(update, self._expected, "transformers")
-            self._assembler = Assembler(update)
+            self._assembler = Assembler(update, keep=False)
 
     def settle(self) -> None:
         """Nothing to wait for: `load` has read the bucket."""

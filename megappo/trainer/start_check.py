@@ -25,7 +25,7 @@ class StartCheck:
         self._sums: list[dict[str, int]] = []
 
     def start(self, update: Update) -> None:
-        self._assemblers = [Assembler(update) for _ in range(update.shards)]
+        self._assemblers = [Assembler(update, keep=False) for _ in range(update.shards)]
         self._sums = [{} for _ in range(update.shards)]
 
     def settle(self) -> None:

@@ -44,8 +44,10 @@ def update_of(plan: TransferPlan, verify: bool = True) -> Update:
     return Update(1, plan.table, plan.fingerprint, plan.num_buckets, verify=verify)
 
 
-def assembled(plan: TransferPlan, buffers: list[MemoryBuffer], update: Update | None = None) -> dict[str, torch.Tensor]:
-    assembler = Assembler(update or update_of(plan))
+def assembled(
+    plan: TransferPlan, buffers: list[MemoryBuffer], update: Update | None = None, keep: bool = False
+) -> dict[str, torch.Tensor]:
+    assembler = Assembler(update or update_of(plan), keep)
     found = {}
     for buffer in buffers:
         for name, tensor in assembler.tensors(buffer.manifest, buffer.views()):
@@ -68,7 +70,7 @@ def test_whatever_the_bucket_size_the_tensors_come_out_whole(
     shape = make_shape(layers=2, heads=heads[0], kv_heads=heads[1], tied=tied, vocab=vocab)
     hf = stamped_hf(shape)
     plan = plan_of(shape, bucket_bytes, alignment)
-    found = assembled(plan, filled(plan, hf))
+    found = assembled(plan, filled(plan, hf), keep=bool(vocab % 2))
     assert list(found) == list(plan.table)
     assert all(torch.equal(found[name], hf[name]) for name in hf)
     row = max(4 * tensor[0].numel() if tensor.dim() else 4 for tensor in hf.values())
@@ -124,6 +126,17 @@ def test_what_came_must_be_what_was_announced_as_a_whole() -> None:
     list(assembler.tensors(buffer.manifest, buffer.views()))
     with pytest.raises(RunFailed, match="fingerprints differ"):
         assembler.finish()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_tensors_in_parts_have_memory_of_their_own_or_share_one_room(keep: bool) -> None:
+    plan, hf = plan_of(SHAPE, 512), stamped_hf(SHAPE)
+    assembler = Assembler(update_of(plan), keep)
+    cut = {entry.name for manifest in plan.targets[0].buckets for entry in manifest.entries if entry.rows}
+    held = [t for b in filled(plan, hf) for name, t in assembler.tensors(b.manifest, b.views()) if name in cut]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == (len(cut) if keep else 1)
+    assert held[0].untyped_storage().nbytes() == (4 * hf["model.embed_tokens.weight"].numel())
+    assert torch.equal(held[0], hf["model.embed_tokens.weight"]) == keep
 
 
 class Recorder:

@@ -84,7 +84,7 @@ def cispo_loss(
     """
     log_ratio = clamped_log_ratio(log_probs, old_log_probs, mask).detach()
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high))
+    clipped = _clip(ratio, clip_range, clip_range_high)
     loss = _weighted_sum(-clipped * zero_masked(advantages, mask) * zero_masked(log_probs, mask), mask, weights)
     return loss, _ratio_sums(clipped != ratio, log_ratio, ratio, mask)
 
@@ -160,7 +160,7 @@ def _clipped(
     ratio = log_ratio.exp()
     advantages = zero_masked(advantages, mask)
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + (low if high is None else high))
+    clipped = -advantages * _clip(ratio, low, high)
     loss = torch.maximum(unclipped, clipped)
     with torch.no_grad():
         sums = _ratio_sums(clipped > unclipped, token_log_ratio, ratio, mask)
@@ -169,6 +169,11 @@ def _clipped(
         sums["dual_clipfrac"] = masked_sum(loss.detach() > bound, mask)
         loss = torch.minimum(loss, bound)
     return _weighted_sum(loss, mask, weights), sums
+
+
+def _clip(ratio: Tensor, low: float, high: float | None) -> Tensor:
+    """high: `low` where None."""
+    return ratio.clamp(1 - low, 1 + (low if high is None else high))
 
 
 def _ratio_sums(is_clipped: Tensor, log_ratio: Tensor, ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:

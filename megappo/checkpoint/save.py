@@ -19,9 +19,10 @@ import torch
 from megappo import __version__
 from megappo.checkpoint.format import HF, Manifest, compact_dtypes, file_sizes, write_manifest
 from megappo.checkpoint.shards import CONTENT, sharded_tensors, write_shards
-from megappo.checkpoint.source import ShardFiles, megatron_tensors, rules_in_order, stored_name
+from megappo.checkpoint.source import ShardFiles, megatron_tensors, stored_name
 from megappo.checkpoint.together import on_rank_0, together
 from megappo.errors import RunFailed
+from megappo.models.families import rules_in_order
 from megappo.models.gpt import GPTChunk
 from megappo.models.shape import LATEST, ModelShape
 from megappo.parallel_state.groups import RoleGroups

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megappo.checkpoint.format import read_manifest
 from megappo.errors import UserError
-from megappo.models.families import rules_of, shape_of
-from megappo.models.families.rules import ParamRule
+from megappo.models.families import rules_in_order, shape_of
 from megappo.models.shape import ModelShape, checkpoint_folder
 from megappo.pp_weights.hf_io import HFReader
 from megappo.pp_weights.mapping import rule_pieces
@@ -100,14 +99,6 @@ def stored_name(param: str) -> str:
     for own, fused in _FUSED_NORMS.items():
         param = param.replace(own, fused)
     return param
-
-
-def rules_in_order(shape: ModelShape) -> Iterator[tuple[ParamRule, int]]:
-    """(rule, global layer number) of every parameter: embedding, layer by layer, final norm, head."""
-    rules = rules_of(shape)
-    yield from ((rule, 0) for rule in rules if rule.part == "embedding")
-    yield from ((rule, layer) for layer in range(shape.num_layers) for rule in rules if rule.part == "layer")
-    yield from ((rule, 0) for rule in rules if rule.part not in ("embedding", "layer"))
 
 
 def megatron_tensors(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:

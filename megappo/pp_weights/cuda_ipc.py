@@ -21,13 +21,12 @@ PREFIX = "cuda-ipc:"
 
 
 class DeviceBuffer:
-    """A buffer in this process's GPU memory that other processes of the host can open. The counterpart of `WeightBuffer`.
+    """Bytes in this process's GPU memory that other processes of the host can open. The counterpart of `WeightBuffer`.
 
-    Memory: `manifest.total_bytes` on `device`, until closed here and in every process that has it open."""
+    Memory: `num_bytes` on `device`, until closed here and in every process that has it open."""
 
-    def __init__(self, manifest: Manifest, device: torch.device) -> None:
-        self.manifest = manifest
-        self._data: torch.Tensor | None = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8, device=device)
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._data: torch.Tensor | None = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
         self.path = PREFIX + _export(self._data)
 
     @property
@@ -36,10 +35,6 @@ class DeviceBuffer:
         if self._data is None:
             raise RunFailed("the weight buffer is closed")
         return self._data
-
-    def views(self) -> dict[str, torch.Tensor]:
-        """Every tensor as a view, no copy."""
-        return views_of(self.data, self.manifest)
 
     def close(self) -> None:
         self._data = None

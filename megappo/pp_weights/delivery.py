@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import Literal
 
@@ -30,7 +30,7 @@ from megappo.pp_weights.cuda_ipc import PREFIX as ON_DEVICE
 from megappo.pp_weights.host_group import HostGroup
 from megappo.pp_weights.manifest import Manifest
 from megappo.pp_weights.transport import host_identity
-from megappo.pp_weights.update import Bucket, Guarded, Receiver, Update
+from megappo.pp_weights.update import Bucket, Guarded, Receiver, Update, pack_update, unpack_update
 
 logger = logging.getLogger("megappo")
 
@@ -289,7 +289,7 @@ def _layout_to_json(ways: Mapping[int, Way], update: Update, manifests: Sequence
     return json.dumps(
         {
             "ways": list(ways.items()),
-            "update": {**asdict(replace(update, table={})), "table": list(update.table.items())},
+            "update": pack_update(update),
             "manifests": [[manifest.to_json() for manifest in shards] for shards in manifests],
         }
     )
@@ -297,9 +297,8 @@ def _layout_to_json(ways: Mapping[int, Way], update: Update, manifests: Sequence
 
 def _layout_from_json(text: str) -> tuple[dict[int, Way], Update, list[list[Manifest]]]:
     layout = json.loads(text)
-    table = {name: (dtype, tuple(shape)) for name, (dtype, shape) in layout["update"].pop("table")}
     manifests = [[Manifest.from_json(manifest) for manifest in shards] for shards in layout["manifests"]]
-    return dict(layout["ways"]), Update(table=table, **layout["update"]), manifests
+    return dict(layout["ways"]), unpack_update(layout["update"]), manifests
 
 
 def _wait_for(store: Store, keys: Sequence[str], on_wait: Callable[[], None]) -> list[str]:

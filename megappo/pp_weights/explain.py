@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal
 
-from megappo.pp_weights.plan import Target, TransferPlan, Write
-
-Way = Literal["shared_memory", "collective", "cuda_ipc"]
+from megappo.pp_weights.plan import Target, TransferPlan, Way, Write
 
 
 def explain_lines(plan: TransferPlan, way: Way, num_slots: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from megappo.pp_weights.cuda_ipc import DeviceBuffer
 from megappo.pp_weights.manifest import ALIGNMENT_BYTES, Manifest, TensorMeta
 from megappo.pp_weights.mapping import Piece, chunk_pieces
 from megappo.pp_weights.naming import complete_name, get_all_params, normalize_pp_vpp_params
-from megappo.pp_weights.plan import Gather, TransferPlan, build_plan
+from megappo.pp_weights.plan import Gather, TransferPlan, Way, build_plan, num_slots, num_writers
 from megappo.pp_weights.sources import SourceWatch
 from megappo.pp_weights.transport import (
     CollectiveTransport,
@@ -37,7 +37,7 @@ from megappo.pp_weights.verify import checksums, compare_names
 
 logger = logging.getLogger("megappo")
 
-TransportName = Literal["auto", "shared_memory", "collective", "cuda_ipc"]
+TransportName = Way | Literal["auto"]
 Mode = Literal["auto", "full", "bucketed"]
 BUCKET_BYTES = 512 << 20
 _AUTO_FULL_PART = 4  # mode auto: one buffer for the model where it takes at most a quarter of the memory that is free
@@ -98,18 +98,16 @@ class WeightManager:
         everyone = gather_objects(
             (host_identity(), [weight_buffer_meta(of_chunk) for of_chunk in params], available_memory_bytes()), world_size
         )
-        transport = _choose_transport(transport, [host for host, _, _ in everyone], devices)
+        way = _choose_transport(transport, [host for host, _, _ in everyone], devices)
         dtypes = hf_dtypes([chunk_metas for _, chunk_metas, _ in everyone], shape, layout)
-        shares = transport == "shared_memory"
 
         def plan(bucket_bytes: int | None) -> TransferPlan:
-            num_writers = layout.dp * layout.cp if shares else 1
             return build_plan(
                 shape,
                 layout,
                 dtypes,
                 gather=gather,
-                num_writers=num_writers,
+                num_writers=num_writers(way, layout),
                 alignment_bytes=alignment_bytes,
                 bucket_bytes=bucket_bytes,
             )
@@ -119,7 +117,7 @@ class WeightManager:
         if mode == "auto" and free is not None and self.plan.model_bytes * _AUTO_FULL_PART > free:
             self.plan = plan(bucket_bytes)
         self._alternate = alternate and self.plan.num_buckets == 1
-        self._transport = self._connect(transport, groups, devices)
+        self._transport = self._connect(way, groups, devices)
         self._num_slots = len(self._transport.slot_paths[0])
         self._tied = self.plan.tied[self._rank]
         self._copies: dict[tuple[int, int], Copies] = {}  # (bucket, slot)
@@ -127,7 +125,7 @@ class WeightManager:
         self._published = 0
         self.stats = PublishStats()
         logger.debug(
-            "weights: %s, gather %s, %.1f MB in %d buckets", transport, gather, self.plan.model_bytes / 1e6, self.plan.num_buckets
+            "weights: %s, gather %s, %.1f MB in %d buckets", way, gather, self.plan.model_bytes / 1e6, self.plan.num_buckets
         )
 
     @property
@@ -206,15 +204,14 @@ class WeightManager:
         self._copies = {}
         self._transport.close()
 
-    def _connect(self, transport: TransportName, groups: ManagerGroups, devices: set[torch.device]) -> Transport:
+    def _connect(self, transport: Way, groups: ManagerGroups, devices: set[torch.device]) -> Transport:
         world_size, plan = self._world_size, self.plan
+        slots = num_slots(transport, plan.num_buckets, self._alternate)
         if transport == "shared_memory":
-            num_slots = 2 if self._alternate or plan.num_buckets > 1 else 1
-            return SharedMemoryTransport(plan, self._rank, world_size, num_slots)
-        num_slots = 2 if self._alternate else 1  # the next bucket is gathered beside the slot
+            return SharedMemoryTransport(plan, self._rank, world_size, slots)
         device = next(iter(devices))
-        make_slot = (lambda target: DeviceBuffer(_room(target.slot_bytes), device)) if transport == "cuda_ipc" else host_slot
-        return CollectiveTransport(plan, groups, world_size, num_slots, device, make_slot)
+        make_slot = (lambda target: DeviceBuffer(target.slot_bytes, device)) if transport == "cuda_ipc" else host_slot
+        return CollectiveTransport(plan, groups, world_size, slots, device, make_slot)
 
     def _steps(self, update: Update, settle: Callable[[], None]) -> Iterator[Bucket]:
         """Every bucket, once it lies in the receiver's memory. settle: waits until the buckets before are read."""
@@ -320,7 +317,7 @@ class WeightManager:
                 )
 
 
-def _choose_transport(transport: TransportName, hosts: Sequence[str], devices: set[torch.device]) -> TransportName:
+def _choose_transport(transport: TransportName, hosts: Sequence[str], devices: set[torch.device]) -> Way:
     count = len(set(hosts))
     if transport == "auto":
         return "shared_memory" if count == 1 else "collective"
@@ -332,10 +329,6 @@ def _choose_transport(transport: TransportName, hosts: Sequence[str], devices: s
     if transport == "cuda_ipc" and {device.type for device in devices} != {"cuda"}:
         raise UserError("pp_weights.transport=cuda_ipc needs a model on GPUs, and it is on a CPU; use shared_memory, or auto")
     return transport
-
-
-def _room(num_bytes: int) -> Manifest:
-    return Manifest((), num_bytes)
 
 
 def hf_dtypes(

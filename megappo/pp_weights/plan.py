@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from megappo.errors import RunFailed, UserError
-from megappo.models.families import rules_of
-from megappo.models.families.rules import ParamRule
+from megappo.models.families import rules_in_order
 from megappo.models.shape import ModelShape
 from megappo.parallel_state.layout import ParallelLayout
 from megappo.pp_weights.manifest import (
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
 Gather = Literal["full", "pp"]
+Way = Literal["shared_memory", "collective", "cuda_ipc"]
+"""How slices come together (`transport.py`)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Target:
     def slot_bytes(self) -> int:
         """Memory that any one of the buckets fits into."""
         return max(bucket.total_bytes for bucket in self.buckets)
+
+    @property
+    def room(self) -> Manifest:
+        """The layout of that memory before anything lies in it."""
+        return Manifest((), self.slot_bytes)
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,17 @@ def build_plan(
     return plan
 
 
+def num_writers(way: Way, layout: ParallelLayout) -> int:
+    """How many of the dp x cp replicas write: into shared memory all of them do."""
+    return layout.dp * layout.cp if way == "shared_memory" else 1
+
+
+def num_slots(way: Way, num_buckets: int, alternate: bool) -> int:
+    """Buffers of a bucket's size on a receiving rank. In shared memory the next bucket is written while one is read; with
+    collectives it is gathered in other room. alternate: versions take turns in two."""
+    return 2 if alternate or (way == "shared_memory" and num_buckets > 1) else 1
+
+
 def check_coverage(expected: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece]) -> None:
     """Raise RunFailed unless `pieces` cover every element of every tensor exactly once, and nothing else."""
     ranges: dict[str, list[Piece]] = {name: [] for name in expected}
@@ -218,14 +235,11 @@ def model_order(shape: ModelShape) -> list[str]:
 
     The tensors of one Megatron module (q, k and v; gate and up) come side by side, since an engine that fuses them as well can
     use them once it has all of them."""
-    modules: dict[str, list[ParamRule]] = {}
-    for rule in rules_of(shape):
-        modules.setdefault(rule.megatron.rpartition(".")[0], []).append(rule)
-    rules = [rule for of_module in modules.values() for rule in of_module]
-    per_layer = [rule for rule in rules if rule.part == "layer"]
-    names = [name for rule in rules if rule.part == "embedding" for name in rule.hf]
-    names += [name.format(layer=layer) for layer in range(shape.num_layers) for rule in per_layer for name in rule.hf]
-    return names + [name for rule in rules if rule.part not in ("embedding", "layer") for name in rule.hf]
+    modules: dict[tuple[str, int], list[str]] = {}
+    for rule, layer in rules_in_order(shape):
+        names = modules.setdefault((rule.megatron.rpartition(".")[0], layer), [])
+        names += [name.format(layer=layer) for name in rule.hf]
+    return [name for names in modules.values() for name in names]
 
 
 Rows = tuple[int, int] | None

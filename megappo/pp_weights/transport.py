@@ -51,7 +51,7 @@ SlotFactory = Callable[[Target], Slot]
 
 def host_slot(target: Target) -> Slot:
     """Host memory that holds any of the target's buckets."""
-    return WeightBuffer.create(Manifest((), target.slot_bytes, alignment_bytes=target.buckets[0].alignment_bytes))
+    return WeightBuffer.create(target.room)
 
 
 class Transport(Protocol):
@@ -121,9 +121,8 @@ class SharedMemoryTransport:
         self.slots: list[Slot] = [host_slot(target) for _ in range(num_slots)] if is_receiver else []
         paths = gather_objects([slot.path for slot in self.slots], world_size)
         self.slot_paths: list[list[str]] = [paths[target.receiver] for target in plan.targets]
-        room = Manifest((), target.slot_bytes)
         self._opened: list[Slot] = (
-            self.slots if is_receiver else [WeightBuffer.open(path, room, writable=True) for path in self.slot_paths[own]]
+            self.slots if is_receiver else [WeightBuffer.open(path, target.room, writable=True) for path in self.slot_paths[own]]
         )
         self.received_bytes = 0  # the receiver's bytes are written by their owners
         self._target, self._writes = target, plan.writes[rank]

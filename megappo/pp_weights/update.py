@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megappo.pp_weights.manifest import Manifest
@@ -35,6 +35,22 @@ class Update:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape) in self.table.items()}
+
+
+def pack_update(update: Update) -> dict[str, Any]:
+    """What JSON can carry; `unpack_update` reads it."""
+    return {
+        "version": update.version,
+        "table": {name: [dtype, list(shape)] for name, (dtype, shape) in update.table.items()},
+        "fingerprint": update.fingerprint,
+        "num_buckets": update.num_buckets,
+        "shards": update.shards,
+        "verify": update.verify,
+    }
+
+
+def unpack_update(fields: Mapping[str, Any]) -> Update:
+    return Update(**{**fields, "table": {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["table"].items()}})
 
 
 @dataclass(frozen=True)

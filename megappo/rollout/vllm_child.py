@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 from megappo.errors import RunFailed, UserError
 from megappo.lifeline import die_with_parent, kill_own_group
+from megappo.pp_weights.update import unpack_update
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import SamplingParams
-from megappo.rollout.wire import pack_completions, unpack_ragged, unpack_seeds, unpack_update
+from megappo.rollout.wire import pack_completions, unpack_ragged, unpack_seeds
 
 logger = logging.getLogger("megappo")
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from megappo.errors import RunFailed
-from megappo.pp_weights.update import Update
+from megappo.pp_weights.update import Update, pack_update
 from megappo.rollout.announce import check_announcement
 from megappo.rollout.vllm_worker import offers_weight_transfer
-from megappo.rollout.wire import pack_update
-
-logger = logging.getLogger("megappo")
 
 Places = Sequence[tuple[str, str]]
 """(path, JSON of the manifest) of a bucket: one for all workers, or one a worker."""

@@ -20,12 +20,12 @@ from typing import Any, Literal, NoReturn
 
 from megappo.errors import RunFailed, UserError
 from megappo.models.shape import read_hf_config
-from megappo.pp_weights.update import Bucket, Update
+from megappo.pp_weights.update import Bucket, Update, pack_update
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import Completion, SamplingParams
 from megappo.rollout.request import check_request, read_limits
 from megappo.rollout.state import EngineState
-from megappo.rollout.wire import pack_ragged, pack_seeds, pack_update, unpack_completions
+from megappo.rollout.wire import pack_ragged, pack_seeds, unpack_completions
 
 logger = logging.getLogger("megappo")
 

@@ -11,10 +11,9 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megappo.pp_weights.update import Update
+from megappo.pp_weights.update import Update, unpack_update
 from megappo.rollout.vllm_fill import AliasFiller, Filler, LayerwiseFiller
 from megappo.rollout.vllm_intake import Intake
-from megappo.rollout.wire import unpack_update
 
 BACKEND = "megappo"
 

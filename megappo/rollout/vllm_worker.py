@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megappo.lifeline import die_with_parent
+from megappo.pp_weights.update import unpack_update
 from megappo.rollout.vllm_fill import AliasFiller, Filler, ReloadFiller
 from megappo.rollout.vllm_intake import Intake
 from megappo.rollout.vllm_layers import full_shapes
-from megappo.rollout.wire import unpack_update
 
 WORKER_EXTENSION = "megappo.rollout.vllm_worker.WorkerExtension"
 SHARED_MEMORY = Path("/dev/shm")

@@ -1,14 +1,13 @@
-"""What do calls look like as frames? Flat arrays instead of lists of lists for `generate`, JSON for an update of the weights."""
+"""What do generate calls look like as frames? Flat arrays instead of lists of lists, in both directions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
-from megappo.pp_weights.update import Update
 from megappo.rollout.engine import Completion
 
 FINISH_REASONS: tuple[Literal["stop", "length"], ...] = ("stop", "length")
@@ -46,19 +45,3 @@ def unpack_completions(frames: Sequence[bytes], weight_version: int) -> list[Com
     flat, lengths, probs, reasons = frames
     rows = zip(unpack_ragged(flat, lengths), unpack_ragged(probs, lengths, np.float64), reasons, strict=True)
     return [Completion(tuple(ids), tuple(lps), FINISH_REASONS[reason], weight_version) for ids, lps, reason in rows]
-
-
-def pack_update(update: Update) -> dict[str, Any]:
-    """What JSON can carry; `unpack_update` reads it."""
-    return {
-        "version": update.version,
-        "table": {name: [dtype, list(shape)] for name, (dtype, shape) in update.table.items()},
-        "fingerprint": update.fingerprint,
-        "num_buckets": update.num_buckets,
-        "shards": update.shards,
-        "verify": update.verify,
-    }
-
-
-def unpack_update(fields: Mapping[str, Any]) -> Update:
-    return Update(**{**fields, "table": {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["table"].items()}})

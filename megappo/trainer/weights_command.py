@@ -8,9 +8,9 @@ from pathlib import Path
 from megappo.config.check import Plan
 from megappo.errors import UserError
 from megappo.models.shape import LATEST, checkpoint_folder
-from megappo.pp_weights.explain import Way, explain_lines
+from megappo.pp_weights.explain import explain_lines
 from megappo.pp_weights.mapping import expected_hf_tensors
-from megappo.pp_weights.plan import TransferPlan, build_plan
+from megappo.pp_weights.plan import TransferPlan, Way, build_plan, num_slots, num_writers
 
 _SHOWN = 20  # differing tensors that are listed
 
@@ -19,24 +19,23 @@ def explain(plan: Plan) -> int:
     """Print how the actor's weights would travel. All ranks are taken to be on one host where transport is auto."""
     weights = plan.config.pp_weights
     way: Way = "shared_memory" if weights.transport == "auto" else weights.transport
-    transfer = transfer_plan(plan, shares=way == "shared_memory")
-    two = weights.zero_copy or (way == "shared_memory" and transfer.num_buckets > 1)
-    for line in explain_lines(transfer, way, num_slots=2 if two else 1):
+    transfer = transfer_plan(plan, way)
+    for line in explain_lines(transfer, way, num_slots(way, transfer.num_buckets, weights.zero_copy)):
         print(line)  # noqa: T201 - the result of the command
     if weights.mode == "auto":
         print("\npp_weights.mode=auto: shown as full; bucketed where that takes more than a quarter of the free memory")  # noqa: T201
     return 0
 
 
-def transfer_plan(plan: Plan, shares: bool) -> TransferPlan:
-    """The plan that the ranks of this config would make. shares: whether data-parallel replicas share the copies."""
+def transfer_plan(plan: Plan, way: Way) -> TransferPlan:
+    """The plan that the ranks of this config would make."""
     shape, layout, weights = plan.shapes["actor"], plan.layouts["actor"], plan.config.pp_weights
     return build_plan(
         shape,
         layout,
         dict.fromkeys(expected_hf_tensors(shape), plan.config.model.dtype),
         gather=weights.gather,
-        num_writers=layout.dp * layout.cp if shares else 1,
+        num_writers=num_writers(way, layout),
         alignment_bytes=weights.alignment_bytes,
         bucket_bytes=weights.bucket_bytes if weights.mode == "bucketed" else None,
     )

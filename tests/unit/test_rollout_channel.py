@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from megappo.pp_weights.update import Update
+from megappo.pp_weights.update import Update, pack_update, unpack_update
 from megappo.rollout.channel import Channel, ChannelClosed
 from megappo.rollout.engine import Completion
 from megappo.rollout.wire import (
     pack_completions,
     pack_ragged,
     pack_seeds,
-    pack_update,
     unpack_completions,
     unpack_ragged,
     unpack_seeds,
-    unpack_update,
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +57,14 @@ def rules_of(shape: ModelShape) -> tuple[ParamRule, ...]:
         absent.add("value_head")
     rules: tuple[ParamRule, ...] = _FAMILIES[shape.family].RULES
     return tuple(rule for rule in rules if rule.part not in absent and (rule.only_with is None or getattr(shape, rule.only_with)))
+
+
+def rules_in_order(shape: ModelShape) -> Iterator[tuple[ParamRule, int]]:
+    """(rule, global layer number) of every parameter: embedding, layer by layer, final norm, head."""
+    rules = rules_of(shape)
+    yield from ((rule, 0) for rule in rules if rule.part == "embedding")
+    yield from ((rule, layer) for layer in range(shape.num_layers) for rule in rules if rule.part == "layer")
+    yield from ((rule, 0) for rule in rules if rule.part not in ("embedding", "layer"))
 
 
 def _head_of(name: str, causal: str) -> Head | None:

@@ -9,11 +9,13 @@ sleep level 2) is written after vLLM's documentation and has not run on a GPU.
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
+from megappo.errors import RunFailed
 from megappo.rollout.engine import SamplingParams
 from megappo.rollout.vllm_fill import use_plain_linears
 from megappo.rollout.vllm_worker import SHARED_MEMORY, WORKER_EXTENSION, mapped_shared_memory, offers_weight_transfer
@@ -177,4 +179,10 @@ def generate(
     except BaseException:
         engine.abort_request(names)  # left running, they would mix with the next call and stand in the way of an update
         raise
+    for index, values in enumerate(log_probs):
+        if not all(map(math.isfinite, values)):
+            llm.collective_rpc("megappo_clear_kv_cache")
+            raise RunFailed(
+                f"vLLM answered prompt {index} of {len(prompts)} with log-probs that are not finite: its weights overflow"
+            )
     return tokens, log_probs, reasons

@@ -102,6 +102,7 @@ class Updates:
         self._calls: Calls = (TransferCalls if offers_weight_transfer() else ExtensionCalls)(llm, zero_copy)
         self.expected: dict[str, tuple[int, ...]] = llm.collective_rpc("megappo_expected_weights")[0]
         self._version: int | None = None
+        self._kv_cache_is_clean = True  # a failed update leaves layers that may have answered with NaN
 
     def start(self, update: Update) -> None:
         if self._version is not None:  # the trainer has given it up
@@ -126,7 +127,9 @@ class Updates:
             if not self._llm.reset_prefix_cache():
                 raise RunFailed("vLLM did not reset its prefix cache: requests are still running")
             cloned_bytes = self._calls.finish(version)
-            self._version = None
+            if not self._kv_cache_is_clean:
+                self._llm.collective_rpc("megappo_clear_kv_cache")
+            self._version, self._kv_cache_is_clean = None, True
         return cloned_bytes
 
     @contextmanager
@@ -140,5 +143,5 @@ class Updates:
             raise
 
     def _abandon(self) -> None:
-        self._version = None
+        self._version, self._kv_cache_is_clean = None, False
         self._calls.abandon()

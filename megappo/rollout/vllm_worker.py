@@ -70,6 +70,12 @@ class WorkerExtension:
     def megappo_abandon(self) -> None:
         self._megappo_intake.abandon()
 
+    def megappo_clear_kv_cache(self) -> None:
+        """Fill the KV cache with zeros. Attention on a CPU reads the whole last block and weighs what is not written yet with 0:
+        one NaN that broken weights left there would make each later answer NaN, too."""
+        for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+            cache.zero_()
+
     @property
     def _megappo_intake(self) -> Intake:
         transfer: Any = getattr(self, "weight_transfer_engine", None)

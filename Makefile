@@ -5,10 +5,10 @@ PY := .venv/bin/python
 # One thread a process: ranks and engine share the cores, and threads that wait for each other spin.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo-model smollm2-model train train-smollm2 test test-faults lint docs bench bench-weights clean
+.PHONY: help install demo-model smollm2-model train train-smollm2 test test-faults lint docs bench bench-weights bench-algorithms clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 install:  ## fill .venv (instant where nothing has changed)
 	@test -n "$(PYTHON)" || { echo "install: no Python found; install Python 3.11 or run \`make PYTHON=/path/to/python3.11 ...\`" >&2; exit 1; }
@@ -40,11 +40,14 @@ lint: install  ## ruff, mypy, import contracts
 docs: install  ## write docs/config.md and docs/metrics.md anew
 	@$(PY) -m scripts.reference_pages
 
-bench: install bench-weights  ## every benchmark; results in benchmarks/results/
+bench: install bench-weights bench-algorithms  ## every benchmark; results in benchmarks/results/
 	@set -e; for name in controller; do echo "== $$name"; $(PY) -m benchmarks.$$name; done
 
 bench-weights: install  ## the hand-over of weights beside peers' code and memcpy (docs/benchmarks.md says how peers come in)
 	@set -e; for name in weights weights_vllm; do echo "== $$name"; $(PY) -W ignore -m benchmarks.$$name; done
+
+bench-algorithms: install  ## advantages, balance, packing, output head and batches to workers beside peers' code and matmul
+	@echo "== algorithms"; $(PY) -W ignore -m benchmarks.algorithms
 
 clean:  ## remove cached models and tool caches (neither .venv nor runs/)
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build megappo.egg-info

@@ -1,6 +1,6 @@
 """How fast and how even are groups of samples? Ours beside verl's balance and NeMo-RL's packing; correctness first. One process.
 
-    python -m benchmarks.algorithms_batches FILE    the measurements, as JSON; `rows()` runs that under MEGAPPO_PEERS_PY
+    python -m benchmarks.algorithms_batches FILE    the measurements, as JSON; `rows` makes rows of them
 
 Of each comparison the kind of lengths counts that is worst for ours. Both sides get lists and give lists.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers.nemo import load_packer
-from benchmarks.report import Row, over, row
+from benchmarks.parts import Found
+from benchmarks.peers import nemo, optional, verl, versions
+from benchmarks.report import Row, beside, over, row, unjudged
 from benchmarks.timing import contest
 from megappo.data.balance import get_seqlen_balanced_partitions, imbalance
 from megappo.data.packing import pack_by_tokens
@@ -35,31 +35,40 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 Lists = list[list[int]]
 
 
-def rows() -> list[Row]:
-    """The rows of the issue's table, and the number of groups that packing makes."""
-    from benchmarks.weights import run
-
-    found = run("algorithms_batches", python=os.environ.get("MEGAPPO_PEERS_PY", sys.executable))
-    made = []
-    if "verl" in found:  # else its absence was said
-        seconds, excess = worst(found["verl"]["seconds"]), found["verl"]["excess"]
-        made = [
-            row("balance_time_vs_verl", seconds["ours"] * 1e3, "ms", seconds["peer"] * 1e3, min_ratio=5),
-            row("balance_excess_over_verl", max(excess.values()), "of the mean", at_most=1e-5),
-            row("balance_long_tail_vs_verl", *found["verl"]["long_tail"]),
-        ]
-    if "nemo" in found:
-        seconds, groups = worst(found["nemo"]["seconds"]), found["nemo"]["groups"]
-        most = max(groups, key=lambda pair: pair[0] / pair[1])
-        made += [
-            row("packing_vs_nemo", seconds["ours"] * 1e3, "ms", seconds["peer"] * 1e3, min_ratio=2.5),
-            over("packing_groups_over_nemo", most[0], "groups", most[1], at_most=1),
-        ]
-    return made
+def rows(found: Found) -> list[Row]:
+    """The rows of the table; for information, how even groups are where verl's are least so, and the number of packed groups."""
+    balance, packing = found["balance"], found["packing"]
+    return [
+        beside("balance_time_vs_verl", worst(balance), "verl", 5),
+        *balance_rows([pair for kind in balance.values() for pair in kind["imbalance"]]),
+        beside("packing_vs_nemo", worst(packing), "nemo", 2.5),
+        *packing_rows([pair for kind in packing.values() for pair in kind["groups"]]),
+    ]
 
 
-def worst(seconds: dict[str, dict[str, float]]) -> dict[str, float]:
-    return min(seconds.values(), key=lambda pair: pair["peer"] / pair["ours"])
+def worst(kinds: dict[str, Any]) -> dict[str, float]:
+    """The seconds of the kind of lengths that suits ours least."""
+    return min((kind["seconds"] for kind in kinds.values()), key=lambda pair: pair.get("peer", 1.0) / pair["ours"])
+
+
+def balance_rows(pairs: list[list[float]]) -> list[Row]:
+    """pairs: (max/mean - 1 of ours, of verl's where it is there) of each batch."""
+    if any(len(pair) < 2 for pair in pairs):
+        own = max(pair[0] for pair in pairs)
+        return [unjudged("balance_excess_over_verl", own, "of the mean", "<= 1e-05 of the mean above verl's", "verl")]
+    long_tail = max(pairs, key=lambda pair: pair[1])
+    return [
+        row("balance_excess_over_verl", max(ours - theirs for ours, theirs in pairs), "of the mean", at_most=1e-5),
+        row("balance_long_tail_vs_verl", long_tail[0], "of the mean", long_tail[1]),
+    ]
+
+
+def packing_rows(pairs: list[list[int]]) -> list[Row]:
+    """pairs: (groups of ours, of NeMo-RL's where it is there) of each batch."""
+    if any(len(pair) < 2 for pair in pairs):
+        return [unjudged("packing_groups_over_nemo", max(pair[0] for pair in pairs), "groups", "ratio <= 1", "nemo")]
+    ours, theirs = max(pairs, key=lambda pair: pair[0] / pair[1])
+    return [over("packing_groups_over_nemo", ours, "groups", theirs, at_most=1)]
 
 
 def lengths(kind: str, n: int, seed: int) -> list[int]:
@@ -67,60 +76,56 @@ def lengths(kind: str, n: int, seed: int) -> list[int]:
     return found
 
 
-def timed(ours: Callable[[list[int]], Lists], theirs: Callable[[list[int]], Lists], batches: list[list[int]]) -> dict[str, float]:
-    """Median seconds of both, over the batches, one after the other."""
-    turns: tuple[Iterator[list[int]], ...] = tuple(itertools.cycle(batches) for _ in range(2))
-    contestants = {"ours": lambda: ours(next(turns[0])), "peer": lambda: theirs(next(turns[1]))}
-    return contest(contestants, len(batches), warm_up=1)
+def timed(contestants: dict[str, Callable[[list[int]], Lists]], batches: list[list[int]]) -> dict[str, float]:
+    """Median seconds of each, over the batches, one after the other."""
+    turns: dict[str, Iterator[list[int]]] = {name: itertools.cycle(batches) for name in contestants}
+    return contest(
+        {name: lambda name=name, run=run: run(next(turns[name])) for name, run in contestants.items()}, len(batches), warm_up=1
+    )
 
 
 def covers(groups: Lists, n: int) -> bool:
     return sorted(itertools.chain.from_iterable(groups)) == list(range(n))
 
 
-def beside_verl() -> dict[str, Any]:
-    try:
-        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions as theirs
-    except ImportError as error:
-        print(f"peer verl: skipped (not installed): {error}")
-        return {}
-    seconds, excess, long_tail = {}, {}, (0.0, "of the mean", 0.0)
+def beside_verl() -> Found:
+    theirs = optional(verl, verl.load_balance)
+    contestants = {"ours": lambda batch: get_seqlen_balanced_partitions(batch, RANKS, equal_size=True)}
+    if theirs is not None:
+        contestants["peer"] = lambda batch: theirs(batch, RANKS, True)
+    found = {}
     for kind in LENGTHS:
         batches = [lengths(kind, BALANCED, seed) for seed in range(SEEDS)]
-        above = []
+        pairs = []
         for batch in batches:
-            mine = get_seqlen_balanced_partitions(batch, RANKS, equal_size=True)
-            assert covers(mine, BALANCED) and all(len(group) == BALANCED // RANKS for group in mine), "ours is no equal partition"
-            pair = imbalance(batch, mine), imbalance(batch, theirs(batch, RANKS, True))
-            above.append(pair[0] - pair[1])
-            if pair[1] > long_tail[2]:
-                long_tail = pair[0], "of the mean", pair[1]
-        excess[kind] = max(above)
-        seconds[kind] = timed(
-            lambda batch: get_seqlen_balanced_partitions(batch, RANKS, equal_size=True),
-            lambda batch: theirs(batch, RANKS, True),
-            batches,
-        )
-    return {"verl": {"seconds": seconds, "excess": excess, "long_tail": long_tail}}
+            groups = [run(batch) for run in contestants.values()]
+            for name, made in zip(contestants, groups, strict=True):
+                equal = all(len(group) == BALANCED // RANKS for group in made)
+                assert covers(made, BALANCED) and equal, f"{name}: no equal partition"
+            pairs.append([imbalance(batch, made) for made in groups])
+        found[kind] = {"seconds": timed(contestants, batches), "imbalance": pairs}
+    return found
 
 
-def beside_nemo() -> dict[str, Any]:
-    try:
-        theirs = load_packer()
-    except ImportError as error:
-        print(f"peer nemo: skipped: {error}")
-        return {}
-    seconds, groups = {}, []
+def beside_nemo() -> Found:
+    theirs = optional(nemo, nemo.load_packer)
+    contestants = {"ours": lambda batch: pack_by_tokens(batch, BUDGET)}
+    if theirs is not None:
+        contestants["peer"] = lambda batch: theirs(batch, BUDGET)
+    found = {}
     for kind in LENGTHS:
         batches = [[min(length, BUDGET) for length in lengths(kind, PACKED, seed)] for seed in range(PACK_SEEDS)]
+        pairs = []
         for batch in batches:
-            mine = pack_by_tokens(batch, BUDGET)
-            assert covers(mine, PACKED) and max(sum(batch[i] for i in group) for group in mine) <= BUDGET, "ours is no packing"
-            groups.append((len(mine), len(theirs(batch, BUDGET))))
-        seconds[kind] = timed(lambda batch: pack_by_tokens(batch, BUDGET), lambda batch: theirs(batch, BUDGET), batches)
-    return {"nemo": {"seconds": seconds, "groups": groups}}
+            groups = [run(batch) for run in contestants.values()]
+            for name, made in zip(contestants, groups, strict=True):
+                fits = max(sum(batch[i] for i in group) for group in made) <= BUDGET
+                assert covers(made, PACKED) and fits, f"{name}: no packing"
+            pairs.append([len(made) for made in groups])
+        found[kind] = {"seconds": timed(contestants, batches), "groups": pairs}
+    return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Path(sys.argv[1]).write_text(json.dumps(beside_verl() | beside_nemo()))
+    Path(sys.argv[1]).write_text(json.dumps({"balance": beside_verl(), "packing": beside_nemo(), "peers": versions}))

@@ -1,6 +1,6 @@
 """How fast are advantages? Ours beside verl's loop and slime's chunked scan; correctness first. One process, one thread.
 
-    python -m benchmarks.algorithms_gae FILE    the measurements, as JSON; `rows()` runs that under MEGAPPO_PEERS_PY
+    python -m benchmarks.algorithms_gae FILE    the measurements, as JSON; `rows` makes rows of them
 
 Beside verl both sides whiten, since verl's function does. Responses are half to all of the width. slime's takes no mask.
 """
@@ -8,17 +8,16 @@ Beside verl both sides whiten, since verl's function does. Responses are half to
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers import use_source
-from benchmarks.report import Row, row
+from benchmarks.parts import Found
+from benchmarks.peers import optional, slime, verl, versions
+from benchmarks.report import Row, beside
 from benchmarks.timing import contest
 from megappo.algorithms.advantages import gae, gae_by_blocks
 from megappo.algorithms.masking import masked_whiten
@@ -26,22 +25,20 @@ from megappo.algorithms.masking import masked_whiten
 GAMMA, LAMBDA = 0.99, 0.95
 VERL_SIZES = {"256x2048": (256, 2048, 7), "64x32768": (64, 32768, 3)}  # samples, width, rounds
 SLIME_SIZE = (512, 1024, 21)
+GOALS = {"256x2048": 30, "64x32768": 100}
+FALLBACK_GOAL = 10
 
 Gae = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
-def rows() -> list[Row]:
-    """The rows of the issue's table, and the fallback in plain torch."""
-    from benchmarks.weights import run
-
-    found = run("algorithms_gae", python=os.environ.get("MEGAPPO_PEERS_PY", sys.executable))
-    goals = {"256x2048_vs_verl": 30, "64x32768_vs_verl": 100, "512x1024_vs_slime": 2}
-    goals |= {"256x2048_fallback_vs_verl": 10, "64x32768_fallback_vs_verl": 10}
-    return [
-        row(f"gae_{name}", found[name]["ours"] * 1e3, "ms", found[name]["peer"] * 1e3, min_ratio=goal)
-        for name, goal in goals.items()
-        if name in found  # else its absence was said
-    ]
+def rows(found: Found) -> list[Row]:
+    """The rows of the table, then those of the fallback in plain torch."""
+    made = [beside(f"gae_{size}_vs_verl", found[size], "verl", goal) for size, goal in GOALS.items()]
+    made.append(beside("gae_512x1024_vs_slime", found["512x1024"], "slime", 2))
+    for size in GOALS:
+        fallback = found[size] | {"ours": found[size]["fallback"]}
+        made.append(beside(f"gae_{size}_fallback_vs_verl", fallback, "verl", FALLBACK_GOAL))
+    return made
 
 
 def inputs(samples: int, width: int, full: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,13 +74,9 @@ def whitened(compute: Gae, rewards: Tensor, values: Tensor, mask: Tensor) -> tup
     return masked_whiten(advantages, mask), returns
 
 
-def beside_verl() -> dict[str, Any]:
-    try:
-        from verl.trainer.ppo.core_algos import compute_gae_advantage_return as theirs
-    except ImportError as error:
-        print(f"peer verl: skipped (not installed): {error}")
-        return {}
-    found = {}
+def beside_verl() -> Found:
+    theirs = optional(verl, verl.load_gae)
+    found: Found = {}
     for size, (samples, width, rounds) in VERL_SIZES.items():
         rewards, values, mask = inputs(samples, width, full=False)
         float_mask = mask.float()
@@ -92,38 +85,30 @@ def beside_verl() -> dict[str, Any]:
             check(compute(rewards, values, mask, GAMMA, LAMBDA), wanted, mask, 1e-5, who)
         whole = masked_whiten(wanted[0], mask), wanted[1]
         check(whitened(gae, rewards, values, mask), whole, mask, 1e-4, "ours, whitened")
-        check(theirs(rewards, values, float_mask, GAMMA, LAMBDA), whole, mask, 1e-4, "verl")
         contestants: dict[str, Callable[[], object]] = {
             "ours": lambda r=rewards, v=values, m=mask: whitened(gae, r, v, m),
             "fallback": lambda r=rewards, v=values, m=mask: whitened(gae_by_blocks, r, v, m),
-            "verl": lambda r=rewards, v=values, m=float_mask: theirs(r, v, m, GAMMA, LAMBDA),
         }
-        seconds = contest(contestants, rounds, warm_up=1)
-        found[f"{size}_vs_verl"] = {"ours": seconds["ours"], "peer": seconds["verl"]}
-        found[f"{size}_fallback_vs_verl"] = {"ours": seconds["fallback"], "peer": seconds["verl"]}
+        if theirs is not None:
+            check(theirs(rewards, values, float_mask, GAMMA, LAMBDA), whole, mask, 1e-4, "verl")
+            contestants["peer"] = lambda r=rewards, v=values, m=float_mask: theirs(r, v, m, GAMMA, LAMBDA)
+        found[size] = contest(contestants, rounds, warm_up=1)
     return found
 
 
-def beside_slime() -> dict[str, Any]:
-    try:
-        use_source("slime", "slime")
-        from slime.utils.ppo_utils import chunked_gae
-    except ImportError as error:
-        print(f"peer slime: skipped (not installed): {error}")
-        return {}
+def beside_slime() -> Found:
+    theirs = optional(slime, slime.load_gae)
     samples, width, rounds = SLIME_SIZE
     rewards, values, mask = inputs(samples, width, full=True)
     wanted = exact(rewards, values, mask)
     check(gae(rewards, values, mask, GAMMA, LAMBDA), wanted, mask, 1e-5, "ours")
-    check(chunked_gae(rewards, values, GAMMA, LAMBDA), wanted, mask, 1e-3, "slime")
-    contestants: dict[str, Callable[[], object]] = {
-        "ours": lambda: gae(rewards, values, mask, GAMMA, LAMBDA),
-        "slime": lambda: chunked_gae(rewards, values, GAMMA, LAMBDA),
-    }
-    seconds = contest(contestants, rounds)
-    return {"512x1024_vs_slime": {"ours": seconds["ours"], "peer": seconds["slime"]}}
+    contestants: dict[str, Callable[[], object]] = {"ours": lambda: gae(rewards, values, mask, GAMMA, LAMBDA)}
+    if theirs is not None:
+        check(theirs(rewards, values, GAMMA, LAMBDA), wanted, mask, 1e-3, "slime")
+        contestants["peer"] = lambda: theirs(rewards, values, GAMMA, LAMBDA)
+    return {"512x1024": contest(contestants, rounds)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Path(sys.argv[1]).write_text(json.dumps(beside_verl() | beside_slime()))
+    Path(sys.argv[1]).write_text(json.dumps(beside_verl() | beside_slime() | {"peers": versions}))

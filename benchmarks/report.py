@@ -54,6 +54,18 @@ def row(
     return Row(what, ours, peer, unit, ratio, goal, all(met for _, met in goals) if goals else None)
 
 
+def beside(what: str, seconds: Mapping[str, float], rival: str, min_ratio: float | None = None) -> Row:
+    """A row in ms from the seconds of "ours" and "peer". Without the latter `rival` was not there: no verdict, and it says so."""
+    if "peer" in seconds or min_ratio is None:
+        return row(what, seconds["ours"] * 1e3, "ms", seconds["peer"] * 1e3 if "peer" in seconds else None, min_ratio=min_ratio)
+    return unjudged(what, seconds["ours"] * 1e3, "ms", f"ratio >= {min_ratio:g}", rival)
+
+
+def unjudged(what: str, ours: float, unit: str, goal: str, absent: str) -> Row:
+    """A row whose goal is about a peer that is not there: neither met nor missed."""
+    return Row(what, ours, None, unit, None, f"{goal} (no {absent} here)", None)
+
+
 def over(what: str, ours: float, unit: str, bound: float, at_most: float | None = None) -> Row:
     """A row whose ratio is ours by a bound: a formula, a limit, what the machine itself can do. Less is better."""
     ratio = ours / bound if bound else None

@@ -7,29 +7,10 @@ Each part runs in processes of its own, those with peers under MEGAPPO_PEERS_PY.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+from benchmarks.parts import Found, peers_python, run
+from benchmarks.report import Row, beside, over, report, row
 
-from benchmarks.report import Row, over, report, row
-
-Found = dict[str, Any]
 MB = 1e6
-
-
-def run(module: str, *arguments: str, python: str = sys.executable) -> Found:
-    """What a part wrote as JSON."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        command = [python, "-W", "ignore", "-m", f"benchmarks.{module}", *arguments, str(file)]
-        if subprocess.run(command).returncode != 0:
-            sys.exit(f"{module} {' '.join(arguments)} failed; its own message is above")
-        found: Found = json.loads(file.read_text())
-        return found
 
 
 def counted_rows(counts: Found) -> list[Row]:
@@ -48,12 +29,9 @@ def counted_rows(counts: Found) -> list[Row]:
 
 
 def handover_rows(size: str, found: Found, goals: dict[str, float | None]) -> list[Row]:
-    rows = []
-    for rival, goal in goals.items():
-        pair = found["seconds"].get(rival)
-        if pair is not None:  # else its absence was said
-            rows.append(row(f"handover_{size}_vs_{rival}", pair["ours"] * 1e3, "ms", pair["peer"] * 1e3, min_ratio=goal))
-    return rows
+    return [
+        beside(f"handover_{size}_vs_{rival}", found["seconds"][rival], rival, min_ratio=goal) for rival, goal in goals.items()
+    ]
 
 
 def pack_rows(found: Found) -> list[Row]:
@@ -73,8 +51,8 @@ def memory_rows(found: Found) -> list[Row]:
 
 
 def main() -> None:
-    peers_python = os.environ.get("MEGAPPO_PEERS_PY", sys.executable)
-    counts, small, large, pp = (run("weights_handover", part, python=peers_python) for part in ("counts", "small", "large", "pp"))
+    python = peers_python()
+    counts, small, large, pp = (run("weights_handover", part, python=python) for part in ("counts", "small", "large", "pp"))
     assert small["tensors"] >= 200 and small["bytes"] <= 64 * MB, "small: 200 tensors or more in 64 MB or less"
     assert large["bytes"] >= 300 * MB, "large: 300 MB or more"
     rows = [

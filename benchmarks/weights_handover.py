@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from benchmarks import weights_model
 from benchmarks.counting import Counts, counted, most
+from benchmarks.peers import optional, versions
 from benchmarks.timing import contest
 from benchmarks.weights_model import LARGE, SMALL, assert_complete, build_stamped, four_ranks, num_bytes, same_bits, stamped
 from megappo.controller.launch import join_world, launch_local
@@ -44,11 +45,8 @@ def load_peers(part: str) -> None:
     import_megatron()
     for name in PEERS[part]:
         adapter = importlib.import_module(f"benchmarks.peers.{name}")
-        try:
-            adapter.load()
-        except ImportError as error:
-            print(f"peer {name}: skipped (not installed): {error}", flush=True)
-        else:
+        optional(adapter, adapter.load)
+        if name in versions:
             loaded[name] = adapter
 
 
@@ -62,7 +60,7 @@ def full(part: str) -> dict[str, Any]:
         buffer = manager.publish(1)
         if buffer is not None:
             assert_complete(buffer.views().items(), shape, "ours")
-        rivals: dict[str, Callable[[], object]] = {"memcpy": memcpy(num_bytes(shape))}
+        rivals: dict[str, Callable[[], object] | None] = dict.fromkeys(PEERS[part]) | {"memcpy": memcpy(num_bytes(shape))}
         for name, adapter in loaded.items():
             tensors = adapter.hand_over(chunks, shape, groups)
             assert_complete(tensors(), shape, name)  # on every rank
@@ -82,7 +80,7 @@ def pp() -> dict[str, Any]:
         buffer = manager.publish(1)
         if buffer is not None:
             _assert_shards(buffer.views(), shape, groups)
-        rivals: dict[str, Callable[[], object]] = {}
+        rivals: dict[str, Callable[[], object] | None] = dict.fromkeys(PEERS["pp"])
         if "verl01" in loaded:
             own, gather, everyone = loaded["verl01"].gather_stages(shape, groups)
             weights_model.stamp(own, shape, groups.layout, groups.rank)
@@ -137,9 +135,13 @@ def _sum(value: float) -> float:
     return float(box)
 
 
-def _pairs(ours: Callable[[], object], rivals: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Ours against each rival by itself: what a third one leaves behind in caches and allocator would meet one side alone."""
-    return {name: contest({"ours": ours, "peer": rival}, rounds) for name, rival in rivals.items()}
+def _pairs(
+    ours: Callable[[], object], rivals: dict[str, Callable[[], object] | None], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Ours against each rival by itself: what a third one leaves behind in caches and allocator would meet one side alone.
+
+    Where a rival is absent (None), ours alone."""
+    return {name: contest({"ours": ours} | ({"peer": rival} if rival else {}), rounds) for name, rival in rivals.items()}
 
 
 def memcpy(total_bytes: int) -> Callable[[], object]:
@@ -186,7 +188,7 @@ def rank_main(part: str, file: Path) -> int:
     start_world(store, rank, world_size)
     found = {"pp": pp, "counts": counts}[part]() if part in ("pp", "counts") else full(part)
     if rank == 0:
-        found["peers"] = {name: adapter.version() for name, adapter in loaded.items()}
+        found["peers"] = versions
         file.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

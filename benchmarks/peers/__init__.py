@@ -1,14 +1,32 @@
 """Whose real code stands beside ours? One adapter a peer: what it takes to run that code on a CPU, in our ranks, unchanged.
 
 Adapters are ours; the peers come from the environment that MEGAPPO_PEERS_PY names and the source trees in MEGAPPO_PEERS_SRC.
-An adapter's `load()` imports its peer, once, before the ranks are forked, or raises ImportError.
+What an adapter loads it imports once, before ranks are forked, or it raises ImportError: `optional` says so and goes on.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+T = TypeVar("T")
+versions: dict[str, str] = {}  # of the peers that were loaded
+
+
+def optional(adapter: ModuleType, load: Callable[[], T]) -> T | None:
+    """What `load` gives, or None where the adapter's peer is not there."""
+    name = adapter.__name__.rpartition(".")[2]
+    try:
+        loaded = load()
+    except ImportError as error:
+        print(f"peer {name}: skipped (not installed): {error}", flush=True)
+        return None
+    versions[name] = adapter.version()
+    return loaded
 
 
 def source_root(tree: str) -> Path:

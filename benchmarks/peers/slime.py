@@ -1,4 +1,4 @@
-"""How does slime hand complete tensors over? Its `HfWeightIteratorDirect`, on our chunks."""
+"""How does slime do it? Its `HfWeightIteratorDirect` on our chunks hands complete tensors over; and its chunked advantages."""
 
 from __future__ import annotations
 
@@ -76,6 +76,13 @@ class _Wrapped(torch.nn.Module):
         super().__init__()
         self.module = module
         self.config = module.config
+
+
+def load_gae() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    use_source("slime", "slime")
+    from slime.utils.ppo_utils import chunked_gae
+
+    return chunked_gae  # type: ignore[no-any-return]
 
 
 def _stub(name: str, **attributes: Any) -> None:

@@ -1,4 +1,4 @@
-"""How does verl (0.9.1) hand complete tensors over? Its `per_tensor_generator`, on our chunks."""
+"""How does verl (0.9.1) do it? `per_tensor_generator` on our chunks; its advantages, balanced partitions and output head."""
 
 from __future__ import annotations
 
@@ -45,21 +45,39 @@ def hand_over(
     return lambda: per_tensor_generator(list(chunks), hf_config, converter, config, names)
 
 
-def load_heads() -> None:
+def load_gae() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+
+    return compute_gae_advantage_return  # type: ignore[no-any-return]
+
+
+def load_balance() -> Callable[[list[int], int, bool], list[list[int]]]:
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    return get_seqlen_balanced_partitions  # type: ignore[no-any-return]
+
+
+def load_batch() -> Any:
+    """Its DataProto, the class."""
+    from verl import DataProto
+
+    return DataProto
+
+
+def load_heads() -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Its functions ask megatron for the tensor-parallel group: that of a world of one, where there is none yet."""
-    import verl.utils.megatron.tensor_parallel  # noqa: F401
     from megatron.core import parallel_state as mpu
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
 
+    def log_probs_and_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As its Megatron engine calls them: on a clone, since the log-probs' pass overwrites what the entropy's needs."""
+        clone = logits.clone()
+        entropy = vocab_parallel_entropy(logits)
+        return vocab_parallel_log_probs_from_logits(clone, labels), entropy
 
-def log_probs_and_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As its Megatron engine calls them: the logits are cloned, since the log-probs' pass overwrites what the entropy's needs."""
-    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
-
-    clone = logits.clone()
-    entropy = vocab_parallel_entropy(logits)
-    return vocab_parallel_log_probs_from_logits(clone, labels), entropy
+    return log_probs_and_entropy

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megappo.config.check_algorithm import warn_of_algorithm
 from megappo.config.check_engines import engine_problems, engine_ranks
 from megappo.config.check_files import data_problems, extras_problems, reward_problems, tokenizer_problems, weights_problems
 from megappo.config.check_layouts import role_layouts, rollout_tp_problems, world_problems
 from megappo.config.check_values import batch_problems, range_problems, trained_roles
-from megappo.config.resolve import Command, resolve
+from megappo.config.resolve import Command, resolve, uses_critic
 from megappo.config.schema import Config
 from megappo.errors import UserError
 from megappo.models.families import shape_of
@@ -27,7 +28,8 @@ _HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a config that holds: sizes and layouts by role ("actor", and for training "critic", "reference").
+    """What follows from a config that holds: sizes and layouts by role ("actor", and for training "critic" where it is
+    used, "reference").
 
     engine_ranks: the rank of each engine."""
 
@@ -86,7 +88,7 @@ def check_config(
     elif world_size is not None and world_size > 1:
         problems.append(f"WORLD_SIZE={world_size}, but an evaluation is one process; start `megappo eval` without torchrun")
     problems += engine_problems(config, training_ranks, command)
-    if trained_roles(command):
+    if trained_roles(config, command):
         problems += batch_problems(config, {role: layout.dp for role, layout in layouts.items()}, command)
     if command != "import":  # a conversion neither reads data nor generates
         if shapes["actor"] is not None:
@@ -103,6 +105,7 @@ def check_config(
         raise UserError("\n".join(dict.fromkeys(problems)))
     if command == "train":
         _warn_of_filtered_sampling(config)
+        warn_of_algorithm(config)
     return Plan(config, {role: shape for role, shape in shapes.items() if shape is not None}, layouts, on_ranks)
 
 
@@ -110,7 +113,8 @@ def _shapes(config: Config, command: Command, problems: list[str]) -> dict[str, 
     """{role: sizes, or None where they cannot be read}. All roles read the actor's token ids, so the vocabulary is one."""
     paths = {"actor": config.model.path}
     if command == "train":
-        paths |= {"critic": str(config.critic.path), "reference": str(config.reference.path)}
+        paths |= {"critic": str(config.critic.path)} if uses_critic(config) else {}
+        paths |= {"reference": str(config.reference.path)}
     shapes: dict[str, ModelShape | None] = {}
     for role, path in paths.items():
         if role != "actor" and path == config.model.path and shapes["actor"] is None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megappo.checkpoint.format import read_manifest
-from megappo.config.resolve import Command
+from megappo.config.resolve import Command, uses_critic
 from megappo.config.schema import Config, RewardConfig
 from megappo.data.sources import source_kind, source_list
 from megappo.data.tasks import TASK_PREFIX
@@ -25,7 +25,8 @@ def weights_problems(config: Config, command: Command) -> Iterator[str]:
     """Model folders without weights, quantised ones, damaged checkpoints. A folder that is missing is reported with its sizes."""
     folders = {"model.path": config.model.path}
     if command == "train":
-        folders |= {"critic.path": str(config.critic.path), "reference.path": str(config.reference.path)}
+        folders |= {"critic.path": str(config.critic.path)} if uses_critic(config) and config.critic.start == "weights" else {}
+        folders["reference.path"] = str(config.reference.path)
     seen: set[str] = set()
     for key, path in folders.items():
         try:

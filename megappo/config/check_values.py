@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
-from megappo.config.resolve import Command
+from megappo.config.check_algorithm import algorithm_problems
+from megappo.config.resolve import Command, uses_critic
 from megappo.config.schema import Config, SftConfig, UpdateConfig
 
 _Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
@@ -19,6 +20,7 @@ _COMMON: tuple[_Range, ...] = (
 )
 _UPDATE: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("mini_batch_size", "micro_batch_size", "epochs")),
+    ("at least 1", lambda v: v >= 1, ("micro_batch_tokens", "score_micro_batch_tokens")),
     ("more than 0", lambda v: v > 0, ("optimizer.lr", "optimizer.eps")),
     ("at least 0", lambda v: v >= 0, ("optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad")),
     ("between 0 and 1", lambda v: 0 <= v <= 1, ("optimizer.min_lr_ratio",)),
@@ -26,8 +28,14 @@ _UPDATE: tuple[_Range, ...] = (
 _TRAIN: tuple[_Range, ...] = (
     ("at least 1", lambda v: v >= 1, ("trainer.steps", "trainer.batch_size", "rollout.n")),
     ("at least 0", lambda v: v >= 0, ("trainer.validate_every", "trainer.save_every")),
-    ("at least 0", lambda v: v >= 0, ("algorithm.kl_coef", "actor.entropy_coef")),
-    ("more than 0", lambda v: v > 0, ("algorithm.clip_range", "rollout.logprob_tolerance", "critic.value_clip_range")),
+    ("at least 1", lambda v: v >= 1, ("trainer.max_skips", "algorithm.loss_length")),
+    ("at least 0", lambda v: v >= 0, ("algorithm.kl_coef", "algorithm.kl_loss_coef", "actor.entropy_coef")),
+    ("at least 0", lambda v: v >= 0, ("algorithm.dynamic_sampling_rounds", "critic.warmup_steps", "reward.overlong_buffer")),
+    ("at least 0", lambda v: v >= 0, ("algorithm.importance.floor", "reward.overlong_penalty")),
+    ("more than 0", lambda v: v > 0, ("algorithm.clip_range", "algorithm.clip_range_high", "algorithm.kl_target")),
+    ("more than 0", lambda v: v > 0, ("algorithm.kl_gain", "algorithm.importance.cap", "reward.scale", "reward.clip")),
+    ("more than 0", lambda v: v > 0, ("rollout.logprob_tolerance", "critic.value_clip_range")),
+    ("more than 1", lambda v: v > 1, ("algorithm.dual_clip",)),
     ("between 0 and 1", lambda v: 0 <= v <= 1, ("algorithm.gamma", "algorithm.gae_lambda")),
     ("more than 0 and at most 1", lambda v: 0 < v <= 1, ("rollout.top_p", "rollout.gpu_memory_utilization")),
     ("-1 (off) or at least 1", lambda v: v == -1 or v >= 1, ("rollout.top_k",)),
@@ -46,14 +54,14 @@ _SFT: tuple[_Range, ...] = (
 _OF_COMMAND: dict[Command, tuple[_Range, ...]] = {"train": _TRAIN + _EVAL, "sft": _SFT, "eval": _EVAL, "import": ()}
 
 
-def trained_roles(command: Command) -> tuple[str, ...]:
+def trained_roles(config: Config, command: Command) -> tuple[str, ...]:
     """The models that the command trains."""
-    return {"train": ("actor", "critic"), "sft": ("actor",)}.get(command, ())
+    return {"train": ("actor", *(("critic",) if uses_critic(config) else ())), "sft": ("actor",)}.get(command, ())
 
 
 def range_problems(config: Config, command: Command) -> Iterator[str]:
     """Single values out of their range, and pairs of keys that contradict each other."""
-    roles = trained_roles(command)
+    roles = trained_roles(config, command)
     ranges = _COMMON + _OF_COMMAND[command]
     ranges += tuple((text, holds, tuple(f"{role}.{key}" for key in keys)) for role in roles for text, holds, keys in _UPDATE)
     for text, holds, keys in ranges:
@@ -69,7 +77,7 @@ def range_problems(config: Config, command: Command) -> Iterator[str]:
     if not name or name in (".", "..") or "/" in name:
         yield f"run.name={name!r} is the name of a folder inside run.dir; use a plain name without '/'"
     if command == "train":
-        yield from _contradictions(config)
+        yield from algorithm_problems(config)
     if command == "sft":
         yield from _never_measured(config.sft)
 
@@ -102,14 +110,6 @@ def _optimizer_problems(role: str, section: UpdateConfig) -> Iterator[str]:
         )
 
 
-def _contradictions(config: Config) -> Iterator[str]:
-    if config.algorithm.kl_coef > 0 and config.reference.enabled is False:
-        yield (
-            f"algorithm.kl_coef={config.algorithm.kl_coef} needs the reference, but reference.enabled=false; "
-            f"remove reference.enabled or set algorithm.kl_coef=0"
-        )
-
-
 def batch_problems(config: Config, dp_of: Mapping[str, int], command: Command) -> Iterator[str]:
     """Batches that cannot be cut: samples of a step into mini-batches, mini-batches over the data-parallel ranks, micro-batches.
 
@@ -120,10 +120,12 @@ def batch_problems(config: Config, dp_of: Mapping[str, int], command: Command) -
     for role, section in (("actor", config.actor), ("critic", config.critic)):
         if role not in dp_of:
             continue  # its layout is refused, or the command has no such role
-        budget = section.micro_batch_tokens
-        if budget is not None and budget < longest:
+        budgets = {"micro_batch_tokens": section.micro_batch_tokens, "score_micro_batch_tokens": section.score_micro_batch_tokens}
+        for key, budget in budgets.items():
+            if budget is None or budget >= longest or (key != "micro_batch_tokens" and budget == section.micro_batch_tokens):
+                continue  # what it has from the other key is said once
             yield (
-                f"{role}.micro_batch_tokens={budget} does not hold one sample of up to {longest} tokens "
+                f"{role}.{key}={budget} does not hold one sample of up to {longest} tokens "
                 f"(rollout.max_prompt_tokens + rollout.max_new_tokens); use at least {longest}"
             )
         if command == "train":

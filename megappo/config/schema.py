@@ -115,6 +115,11 @@ class UpdateConfig:
     """Samples of one pipeline micro-batch on one data-parallel rank."""
     micro_batch_tokens: int | None = None
     """Token budget of a micro-batch. Where set, micro-batches are formed by tokens and `micro_batch_size` is not used."""
+    score_micro_batch_tokens: int | None = None
+    """Token budget of a micro-batch in passes without gradients, which need less memory; default: `micro_batch_tokens`."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What is made equal between data-parallel ranks and between micro-batches: `flops` counts attention, too, which grows with
+    the square of the length."""
     epochs: int = 1
     """Passes over the batch in each step."""
     packed: bool = True
@@ -129,27 +134,35 @@ class ActorConfig(UpdateConfig):
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
+    log_probs_from: Literal["logits", "hidden_states"] = "logits"
+    """Where log-probs and entropy of actor and reference come from. `hidden_states`: chunk by chunk over the vocabulary, so that
+    the logits of a micro-batch are never in memory; they are computed again in the backward pass."""
 
 
 @dataclass(frozen=True)
 class CriticConfig(UpdateConfig):
-    """The value model. Its layout follows the actor's unless `critic.parallel` is given."""
+    """The value model, where algorithm.advantages=gae. Its layout follows the actor's unless `critic.parallel` is given."""
 
     parallel: ParallelConfig | None = None  # type: ignore[assignment]
     """Layout of the critic in the same ranks; default: the actor's."""
     path: str | None = None
     """Hugging Face folder or checkpoint that the critic starts from; on a language model its head starts at 0. Default:
     model.path."""
+    start: Literal["weights", "fresh"] = "weights"
+    """`weights`: those of `path`. `fresh`: random ones, seeded by run.seed, of a model of the sizes of `path`."""
     value_clip_range: float | None = None
     """Clip of the value's change in the value loss; none: no clip."""
+    warmup_steps: int = 0
+    """Steps at the start of a run in which only the critic is trained, so that the actor does not learn from values that mean
+    nothing yet."""
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen policy that the KL is measured against. It is built where algorithm.kl_coef is not 0 or `enabled` says so."""
+    """The frozen policy that the KL is measured against. It is built where the algorithm uses it or `enabled` says so."""
 
     enabled: bool | None = None
-    """Whether the reference's log-probs are computed; default: only where algorithm.kl_coef is not 0."""
+    """Whether the reference's log-probs are computed; default: where algorithm.kl_coef or algorithm.kl_loss_coef is not 0."""
     parallel: ParallelConfig | None = None
     """Layout of the reference in the same ranks; default: the actor's."""
     path: str | None = None
@@ -157,23 +170,63 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """PPO."""
+class ImportanceConfig:
+    """Correction of the gap between the engine's and the trainer's log-probs of a sampled token: factors of the policy loss."""
 
-    name: Literal["ppo"] = "ppo"
-    """The algorithm."""
+    bound: Literal["none", "truncated", "masked"] = "none"
+    """`truncated`: ratios above `cap` count as `cap` (TIS). `masked`: ratios outside `floor` to `cap` count as 0 (MIS). `none`:
+    no correction."""
+    level: Literal["token", "sequence"] = "token"
+    """A ratio for each token, or the product over the response for all of its tokens."""
+    cap: float = 2.0
+    """Largest ratio."""
+    floor: float = 0.0
+    """Smallest ratio; with `masked` only."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is learnt from a batch. docs/algorithms.md has recipes and formulas."""
+
+    advantages: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"] = "gae"
+    """How much better than expected a token was: `gae` by a critic (PPO); the others without one. `grpo`, `rloo` and
+    `reinforce_plus_plus_baseline` compare the rollout.n responses to a prompt, `remax` with a greedy response to it."""
     gamma: float = 1.0
-    """Discount of GAE."""
+    """Discount of `gae` and `reinforce_plus_plus`."""
     gae_lambda: float = 0.95
     """Lambda of GAE."""
-    whiten_advantages: bool = True
-    """Whiten the advantages over all valid tokens of the batch."""
+    normalize_by_std: bool = True
+    """Divide GRPO's advantages by the standard deviation of the group; false: Dr. GRPO."""
+    whiten_advantages: bool | None = None
+    """Whiten the advantages over all valid tokens of the batch; default: with `gae` and the two `reinforce_plus_plus`."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """`ppo`: clipped token ratios. `gspo`: one ratio a response. `cispo`: the ratio is clipped, no token loses its gradient."""
     clip_range: float = 0.2
-    """PPO's clip of the probability ratio."""
+    """Clip of the probability ratio, downwards, and upwards where `clip_range_high` is not given."""
+    clip_range_high: float | None = None
+    """Clip of the ratio upwards (clip-higher)."""
+    dual_clip: float | None = None
+    """Bound of the loss of tokens with a negative advantage, as a multiple of it, e.g. 3; with `ppo` only."""
+    loss_aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant_length"] | None = None
+    """What the policy loss is a mean of: all valid tokens of the optimizer batch; responses, of which each counts the sum or the
+    mean of its tokens; or responses over `loss_length` (Dr. GRPO). Default: `token_mean`, with `gspo` `seq_mean_token_mean`."""
+    loss_length: int | None = None
+    """Tokens that a response is divided by with `constant_length`; default: rollout.max_new_tokens."""
     kl_coef: float = 0.0
     """Coefficient of the KL penalty in the token rewards (k1 estimate: log pi - log ref)."""
-    loss_aggregation: Literal["token_mean"] = "token_mean"
-    """How token losses become one number: the mean over all valid tokens of the optimizer batch."""
+    kl_target: float | None = None
+    """KL that `kl_coef` is adapted to, step by step; default: it stays as it is."""
+    kl_gain: float = 0.1
+    """How fast: the coefficient changes by at most a fifth of this part in a step."""
+    kl_loss_coef: float = 0.0
+    """Coefficient of the KL to the reference as a term of the loss (GRPO's place for it)."""
+    kl_loss: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of that term: `k3` is GRPO's, `k2` has the gradient of the KL that the penalty has; `k1` pulls nowhere."""
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    """Correction of the gap between engine and trainer."""
+    dynamic_sampling_rounds: int = 0
+    """DAPO's dynamic sampling: prompts whose responses all score alike are left out, and others sampled in their place, in up to
+    so many rounds a step; then the step trains on what it has. 0: off."""
 
 
 @dataclass(frozen=True)
@@ -313,6 +366,17 @@ class RewardConfig:
     """Name of a built-in reward (`exact_match`, `last_number`, `math`, `reasoning_gym`), or `path/to/file.py:function`."""
     parts: tuple[RewardPart, ...] = ()
     """Several rewards in place of `function`: the score is the sum of weight x part, and each part is a metric of its own."""
+    scale: float = 1.0
+    """What scores are multiplied by before they are learnt from. Metrics and rollouts show them unscaled."""
+    divide_by_std: bool = False
+    """Divide them by the standard deviation of all scores of the run so far."""
+    clip: float | None = None
+    """Clip them to +-this, last of all; default: no clip."""
+    overlong_buffer: int = 0
+    """Tokens before rollout.max_new_tokens in which a response loses score the more the longer it is, up to
+    `overlong_penalty` (DAPO's soft punishment); 0: off."""
+    overlong_penalty: float = 1.0
+    """What a response of full length loses, before scaling; with `overlong_buffer`."""
     on_error: Literal["fail", "skip_sample", "score"] = "fail"
     """A reward that raises, hangs, ends its process or returns no finite number: `fail` ends the run; `skip_sample` leaves the
     sample out of the step; `score` gives `error_score`. The last two are counted and logged."""
@@ -332,6 +396,9 @@ class TrainerConfig:
     """Number of PPO steps."""
     batch_size: int = 128
     """Prompts a step."""
+    max_skips: int = 3
+    """An optimizer step whose loss or gradient is not finite, or without a valid token, is skipped on all ranks. The run ends
+    once so many in a row are."""
     validate_every: int = 0
     """Validate greedily every k steps; 0: only before the first and after the last step where data.validation is given."""
     save_every: int = 0

@@ -1,6 +1,7 @@
 """How does the driver in rank 0's process call methods on all ranks? Over sockets: send to all, do its own share, collect.
 
-Idle ranks wait in `serve` on their socket, never inside a collective. A call costs a header and the rows' bytes for each rank.
+Idle ranks wait in `serve` on their socket, never inside a collective. A call costs a header for each rank, and the rows' bytes
+where the rank does not map them (`shared_rows`).
 The port and a token of this run are published in the rendezvous store; whoever does not know the token is not heard.
 """
 
@@ -13,7 +14,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,9 @@ from torch import Tensor
 from megappo.controller.colocate import ColocatedWorker
 from megappo.controller.dispatch import Dispatch, check_world, collectors, dispatch_mode, rows_of_ranks
 from megappo.controller.failure import Failure, failure_of
+from megappo.controller.host_memory import door, stands_open
+from megappo.controller.shared_rows import MappedRows, Part, PartKey, Place, SharedRows
+from megappo.controller.sockets import receive_frames, send_frames, set_options
 from megappo.controller.watchdog import Watchdog
 from megappo.controller.wire import decode, encode, plain
 from megappo.controller.worker import Tensors, join_rows, num_rows, perform
@@ -32,8 +35,7 @@ from megappo.parallel_state.layout import ParallelLayout
 
 logger = logging.getLogger("megappo")
 
-COPY_BELOW_BYTES = 65536  # a small frame is copied sooner than handed to zmq's thread for keeping
-POLL_MS = 200  # how often a wait looks at the watchdog
+NEAR, FAR = b"near", b"far"  # a rank's first word: whether it can map the driver's memory
 
 
 class LocalWorkerGroup:
@@ -67,6 +69,7 @@ class LocalWorkerGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._identities: dict[int, bytes] = {}
         self._ranks: dict[bytes, int] = {}
+        self._shared = SharedRows()
         if watchdog and self.world_size > 1:
             with watchdog.phase("waiting for the other ranks"):
                 self._meet(watchdog, name, start_timeout_s)
@@ -83,7 +86,7 @@ class LocalWorkerGroup:
         tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """See WorkerGroup.call. Workers get copies or received bytes, never the memory of `tensors`."""
+        """See WorkerGroup.call. Workers get copies (on write, where mapped) or received bytes, never the memory of `tensors`."""
         if self._failure is not None:
             raise self._failure.error()
         what, ranks = f"{role}.{method}", self.ranks_of(role)
@@ -96,29 +99,30 @@ class LocalWorkerGroup:
             if role not in self.layouts:
                 raise ValueError(f"{what} is split by rows: the group was given no layout of the role {role!r}")
             rows = rows_of_ranks(self.layouts[role], num_rows(tensors))
-            parts: Sequence[_Part] = [_Part(tensors, slices) for slices in rows]
+            parts: Sequence[Part] = [Part(tensors, slices) for slices in rows]
             collecting: Sequence[int] = collectors(self.layouts[role])
         else:
             collecting = ranks
             each = [tensors] * len(ranks) if tensors is None or isinstance(tensors, Mapping) else tensors
-            parts = [_Part(own, slice(None)) for own in each]
+            parts = [Part(own, None) for own in each]
             if len(parts) != len(ranks):
                 raise ValueError(f"{what} was given tensors for {len(parts)} ranks; {role!r} lives on {len(ranks)}")
 
         self._call_number += 1
         header = {"call": self._call_number, "role": role, "method": method, "kwargs": kwargs, "has_tensors": tensors is not None}
         part_of = dict(zip(ranks, parts, strict=True))
-        self._send_to_others(header, part_of, collecting)
+        places = self._shared.lay(part_of)
+        self._send_to_others(header, part_of, places, collecting)
         results: dict[int, tuple[Any, Tensors | None]] = {}
         if 0 in ranks:
-            own = part_of[0].cut()
-            if own is not None:  # copies, as the other ranks have: a worker that writes into its rows must not change the batch
-                own = {name: tensor.clone() for name, tensor in own.items()}
             try:
                 with _phase(self._watchdog, what):
+                    own = self._shared.own_rows(part_of[0], places)
                     results[0] = perform(self.worker, role, method, own, kwargs, 0 in collecting)
             except Exception as error:
                 raise self._failed(self._own_failure(error, what)) from error
+            del own
+            self._shared.sweep()
         with _phase(self._watchdog, f"waiting for {what}"):
             results.update(self._collect(what, ranks))
         if mode is not Dispatch.DP:
@@ -144,6 +148,7 @@ class LocalWorkerGroup:
                     self._watchdog.expect_end()
         finally:
             self._is_over = True
+            self._shared.close()
             self._context.destroy(linger=0)
 
     def __enter__(self) -> LocalWorkerGroup:
@@ -159,18 +164,23 @@ class LocalWorkerGroup:
 
     def _meet(self, watchdog: Watchdog, name: str, timeout_s: float) -> None:
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        _set_options(self._socket)
+        set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1" if address in ("127.0.0.1", "localhost") else "tcp://*")
         token = secrets.token_hex(16)
-        watchdog.store.set(f"megappo/{name}", json.dumps({"host": address, "port": port, "token": token}))
+        with door(token) as path:
+            watchdog.store.set(f"megappo/{name}", json.dumps({"host": address, "port": port, "token": token, "door": path}))
+            self._hear_of_all(watchdog, token, port, timeout_s)
+        self._ranks = {identity: rank for rank, identity in self._identities.items()}
+
+    def _hear_of_all(self, watchdog: Watchdog, token: str, port: int, timeout_s: float) -> None:
         expected = {_identity(token, rank): rank for rank in range(1, self.world_size)}
         deadline = time.monotonic() + timeout_s
         while len(self._identities) < len(expected):
             if time.monotonic() > deadline:
                 late = sorted(set(expected.values()) - set(self._identities))
                 raise RunFailed(f"ranks {late} did not report to the driver within {timeout_s:g} s; see their logs")
-            frames = _receive_frames(self._socket)
+            frames = receive_frames(self._socket)
             if frames is None:
                 if watchdog.failure is not None:
                     raise self._failed(watchdog.failure)
@@ -178,26 +188,34 @@ class LocalWorkerGroup:
             identity = frames[0].bytes
             if identity in expected:
                 self._identities[expected[identity]] = identity
+                if frames[1].bytes == NEAR:
+                    self._shared.near.add(expected[identity])
             else:
                 logger.warning("a stranger without this run's token spoke to the driver's port %d; it is not heard", port)
-        self._ranks = {identity: rank for rank, identity in self._identities.items()}
 
     # -- sending and collecting -----------------------------------------------------------------------------------------------
 
-    def _send_to_others(self, header: dict[str, Any], part_of: Mapping[int, _Part], collecting: Sequence[int]) -> None:
+    def _send_to_others(
+        self,
+        header: dict[str, Any],
+        part_of: Mapping[int, Part],
+        places: Mapping[PartKey, Place],
+        collecting: Sequence[int],
+    ) -> None:
         encoded: dict[tuple[Any, ...], list[Any]] = {}  # the ranks of one data-parallel rank share their frames
         for rank, part in part_of.items():
             if rank == 0:
                 continue
-            is_collector = rank in collecting
-            key = (*part.key, is_collector)
+            place = places.get(part.key) if rank in self._shared.near else None
+            own = {"collect": rank in collecting, "place": place}
+            key = (part.key, *(bool(value) for value in own.values()))
             if key not in encoded:
-                encoded[key] = encode({**header, "collect": is_collector}, part.cut())
+                encoded[key] = encode({**header, **own}, part.cut() if place is None else None)
             self._send(rank, encoded[key])
 
     def _send(self, rank: int, frames: list[Any]) -> None:
         try:
-            _send_frames(self._socket, [self._identities[rank], *frames])
+            send_frames(self._socket, [self._identities[rank], *frames])
         except zmq.ZMQError as error:  # EHOSTUNREACH: the rank has closed its socket
             lost = ConnectionResetError(f"connection reset by peer: rank {rank} has left the run ({error})")
             raise self._failed(self._own_failure(lost, "a call")) from error
@@ -208,7 +226,7 @@ class LocalWorkerGroup:
         results: dict[int, tuple[Any, Tensors | None]] = {}
         awaited = set(ranks) - {0}
         while results.keys() != awaited:
-            frames = _receive_frames(self._socket)
+            frames = receive_frames(self._socket)
             if frames is None:
                 if self._watchdog and self._watchdog.failure is not None:
                     raise self._failed(self._watchdog.failure)
@@ -223,6 +241,7 @@ class LocalWorkerGroup:
                 raise self._failed(Failure.from_json(header["failure"]))
             if header["call"] != self._call_number:
                 raise RunFailed(f"rank {rank} answered call {header['call']} while {what} is call {self._call_number}")
+            self._shared.answered(rank, header["held"])
             results[rank] = header["value"], found if header["has_tensors"] else None
         return results
 
@@ -237,24 +256,16 @@ class LocalWorkerGroup:
         return failure.error()
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank gets of a call: rows of the tensors that it was called with."""
+def serve(
+    worker: ColocatedWorker,
+    watchdog: Watchdog,
+    name: str = "controller",
+    start_timeout_s: float = 600.0,
+    maps_rows: bool = True,
+) -> None:
+    """Carry out the driver's calls on this rank until it says stop. Raises what a method raised, once the driver knows of it.
 
-    tensors: Mapping[str, Tensor] | None
-    rows: slice
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for parts that are the same bytes."""
-        return id(self.tensors), self.rows.start, self.rows.stop
-
-    def cut(self) -> Tensors | None:
-        return None if self.tensors is None else {name: tensor[self.rows] for name, tensor in self.tensors.items()}
-
-
-def serve(worker: ColocatedWorker, watchdog: Watchdog, name: str = "controller", start_timeout_s: float = 600.0) -> None:
-    """Carry out the driver's calls on this rank until it says stop. Raises what a method raised, once the driver knows of it."""
+    maps_rows: false where this rank shall get its rows over the socket though it may be on the driver's host."""
     if watchdog.rank == 0:
         raise ValueError("rank 0 is the driver; the other ranks serve")
     context = zmq.Context()
@@ -263,36 +274,42 @@ def serve(worker: ColocatedWorker, watchdog: Watchdog, name: str = "controller",
         with watchdog.phase("waiting for the driver"):
             meeting = _wait_for_driver(watchdog, f"megappo/{name}", start_timeout_s)
         socket.setsockopt(zmq.IDENTITY, _identity(meeting["token"], watchdog.rank))
-        _set_options(socket)
+        set_options(socket)
         host = meeting["host"]
         socket.connect(f"tcp://{'[' + host + ']' if ':' in host else host}:{meeting['port']}")
-        socket.send(b"hello")
+        socket.send(NEAR if maps_rows and stands_open(meeting["door"], meeting["token"]) else FAR)
+        mapped = MappedRows()
         with watchdog.phase("idle"):
-            while _serve_one(worker, socket, watchdog):
-                pass
+            while _serve_one(worker, socket, watchdog, mapped):
+                mapped.sweep()
     finally:
         context.destroy(linger=1000)
 
 
-def _serve_one(worker: ColocatedWorker, socket: zmq.Socket[bytes], watchdog: Watchdog) -> bool:
+def _serve_one(worker: ColocatedWorker, socket: zmq.Socket[bytes], watchdog: Watchdog, mapped: MappedRows) -> bool:
     """Wait for a call and answer it; false: it was stop."""
-    while (frames := _receive_frames(socket)) is None:
+    while (frames := receive_frames(socket)) is None:
         watchdog.check()
     header, tensors = decode(frames)
     if header.get("stop"):
         watchdog.expect_end()
-        _send_frames(socket, encode({"call": header["call"], "value": None, "has_tensors": False}))
+        send_frames(socket, encode({"call": header["call"], "value": None, "has_tensors": False, "held": []}))
         return False
-    role, method = header["role"], header["method"]
-    given = tensors if header["has_tensors"] else None
+    role, method, place = header["role"], header["method"], header["place"]
     try:
         with watchdog.phase(f"{role}.{method}"):
-            value, found = perform(worker, role, method, given, header["kwargs"], header["collect"])
-            reply = encode({"call": header["call"], "value": value, "has_tensors": found is not None}, found)
+            given = tensors if place is None else mapped.open(place)
+            value, found = perform(
+                worker, role, method, given if header["has_tensors"] else None, header["kwargs"], header["collect"]
+            )
+            found = mapped.without(found)
+            del given  # what is held from here on is what the worker keeps
+            told = {"call": header["call"], "value": value, "has_tensors": found is not None, "held": mapped.held()}
+            answer = encode(told, found)
     except Exception as error:
-        _send_frames(socket, encode({"failure": watchdog.fail(error).to_json()}))
+        send_frames(socket, encode({"failure": watchdog.fail(error).to_json()}))
         raise
-    _send_frames(socket, reply)
+    send_frames(socket, answer)
     return True
 
 
@@ -306,30 +323,6 @@ def _wait_for_driver(watchdog: Watchdog, key: str, timeout_s: float) -> dict[str
         time.sleep(0.02)
     meeting: dict[str, Any] = json.loads(watchdog.store.get(key))
     return meeting
-
-
-def _set_options(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a message is never dropped
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.IPV6, 1)  # and IPv4
-    socket.setsockopt(zmq.RCVTIMEO, POLL_MS)
-
-
-def _send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> None:
-    for frame in frames[:-1]:
-        socket.send(frame, zmq.SNDMORE, copy=len(frame) < COPY_BELOW_BYTES)
-    socket.send(frames[-1], copy=len(frames[-1]) < COPY_BELOW_BYTES)
-
-
-def _receive_frames(socket: zmq.Socket[bytes]) -> list[Any] | None:
-    """The frames of one message, none if there is none within POLL_MS. Tensors are built on the received memory."""
-    try:
-        frames: list[Any] = [socket.recv(copy=False)]
-    except zmq.Again:
-        return None
-    while frames[-1].more:
-        frames.append(socket.recv(copy=False))
-    return frames
 
 
 def _phase(watchdog: Watchdog | None, name: str) -> contextlib.AbstractContextManager[None]:

@@ -45,14 +45,19 @@ def _at(where: str, path: tuple[object, ...]) -> str:
     return where + "".join(f"[{part!r}]" for part in path)
 
 
+def described(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    """Name, dtype and shape, as the receiver needs them. Raises TypeError for a dtype that does not travel."""
+    if tensor.dtype not in NAMES:
+        raise TypeError(f"tensor {name!r} is {tensor.dtype}: it cannot travel between ranks")
+    return name, NAMES[tensor.dtype], list(tensor.shape)
+
+
 def encode(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[bytes | memoryview]:
     """The frames of one message. The tensors' memory must stay as it is until the receiver has answered."""
     schema: list[tuple[str, str, list[int]]] = []
     frames: list[bytes | memoryview] = [b""]
     for name, tensor in (tensors or {}).items():
-        if tensor.dtype not in NAMES:
-            raise TypeError(f"tensor {name!r} is {tensor.dtype}: it cannot travel between ranks")
-        schema.append((name, NAMES[tensor.dtype], list(tensor.shape)))
+        schema.append(described(name, tensor))
         frames.append(_bytes_of(tensor))
     frames[0] = to_json({**header, "schema": schema}).encode()
     return frames

@@ -101,18 +101,10 @@ class BatchPlan:
                 of_rank[next(numbers)].append(sample)
         return groups
 
-    def describe(
-        self, lengths: Costs, costs: Costs | None = None, width: int | None = None, multiple: int = 1
-    ) -> dict[str, float]:
-        """What the plan is worth. width, multiple: how micro-batches are padded, as `padding_share` takes it."""
-        costs = lengths if costs is None else costs
+    def describe(self, costs: Costs) -> dict[str, float]:
+        """How unequal the plan leaves data-parallel ranks and micro-batches, see `imbalance`."""
         groups = [group for rank in self.groups() for group in rank]
-        return {
-            "micro_batches": self.num_micro_batches,
-            "dp_imbalance": imbalance(costs, self.ranks()),
-            "micro_batch_imbalance": imbalance(costs, groups),
-            "padding_share": padding_share(lengths, groups, width, multiple),
-        }
+        return {"dp_imbalance": imbalance(costs, self.ranks()), "micro_batch_imbalance": imbalance(costs, groups)}
 
 
 def plan_batch(
@@ -164,16 +156,3 @@ def groups_by_number(numbers: Sequence[int], count: int) -> list[list[int]]:
     for place, number in enumerate(numbers):
         groups[number].append(place)
     return groups
-
-
-def padding_share(lengths: Costs, groups: Sequence[Sequence[int]], width: int | None = None, multiple: int = 1) -> float:
-    """Share of the computed tokens that are padding. Packed groups are padded to a multiple; with `width` each sample is, to it.
-
-    An empty group runs a stand-in, whose tokens are left out."""
-    tokens = np.asarray(lengths, dtype=np.int64)
-    real = [int(tokens[list(group)].sum()) for group in groups]
-    if width is not None:
-        computed = sum(len(group) for group in groups) * width
-    else:
-        computed = sum(-(-total // multiple) * multiple for total in real)
-    return 1 - sum(real) / computed if computed else 0.0

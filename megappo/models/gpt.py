@@ -5,7 +5,7 @@ legend: s tokens of a row, b rows, n scored tokens, h hidden size, t tensor-para
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor, nn
 
-from megappo.models.heads import ValueHead
 from megappo.models.layers import CausalAttention, PositionRotary, RMSNorm
 from megappo.models.shape import ModelShape
+from megappo.models.value_head import ValueHead
 from megappo.parallel_state.device import device, has_cuda
 from megappo.parallel_state.groups import RoleGroups
 from megappo.parallel_state.layout import ParallelLayout
@@ -29,16 +29,20 @@ from megappo.parallel_state.mcore_compat import local_layer_spec, only_known
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+LogProbsFrom = Literal["logits", "hidden_states"]
+
 
 class GPTChunk(GPTModel):  # type: ignore[misc]
     """One pipeline chunk. The first embeds, the last scores the tokens that it is asked for, and only those.
 
-    forward's result: hidden states (s, b, h), or from the last chunk logits (n, padded vocabulary / t) or values (n,).
+    forward's result: hidden states (s, b, h), or from the last chunk logits (n, padded vocabulary / t) or values (n,). With
+    log_probs_from="hidden_states" the last chunk leaves the output layer to `PolicyHead` and returns the scored tokens' (n, h).
     """
 
-    def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shape: ModelShape, log_probs_from: LogProbsFrom, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shape = shape
+        self.log_probs_from = log_probs_from
         self.rotary_pos_emb = PositionRotary(shape)
         self._scored: Tensor | None = None
         if self.post_process:
@@ -74,10 +78,17 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if self.shape.head == "value":
             values: Tensor = self.value_head(picked)
             return values
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(picked.unsqueeze(1), weight=weight)
+        if self.log_probs_from == "hidden_states":
+            return picked
+        logits, _ = self.output_layer(picked.unsqueeze(1), weight=self.head_weight())
         picked_logits: Tensor = logits.squeeze(1)
         return picked_logits
+
+    def head_weight(self) -> Tensor:
+        """(padded vocabulary / t, h): this rank's rows of the last chunk's output layer; tied, they are the embedding's."""
+        is_tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        return weight
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Where each parameter belongs in the whole model, for checkpoints. LanguageModule's own looks for an output layer."""
@@ -155,8 +166,11 @@ def build_chunks(
     *,
     sequence_parallel: bool = False,
     recompute: bool = False,
+    log_probs_from: LogProbsFrom = "logits",
 ) -> list[GPTChunk]:
-    """This rank's chunks, parameters not yet filled, in the order of the virtual stages. Call inside `groups.active()`."""
+    """This rank's chunks, parameters not yet filled, in the order of the virtual stages. Call inside `groups.active()`.
+
+    log_probs_from: what the last chunk of a language model returns, see GPTChunk."""
     assert groups.is_active, "models are built inside groups.active()"
     layout = groups.layout
     config = transformer_config(shape, layout, dtype, sequence_parallel=sequence_parallel, recompute=recompute)
@@ -175,6 +189,7 @@ def build_chunks(
             config,
             _block_spec(spec, config, chunk if layout.vpp > 1 else None),
             shape=shape,
+            log_probs_from=log_probs_from,
             vocab_size=shape.padded_vocab_size(layout.tp),
             max_sequence_length=shape.max_positions,
             pre_process=layout.holds_embedding(stage, chunk),

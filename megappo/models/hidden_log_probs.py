@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megappo.models.softmax_blocks import RowResult, SoftmaxSums, working_dtype, write_gradient
-from megappo.models.vocab_parallel import Columns, empty_like
+from megappo.models.vocab_parallel import Columns, VocabularyShard, empty_like
 
 _TILE_ROWS = {"cpu": 1024, "cuda": 4096}
 _TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # large enough for a matmul at full speed
@@ -24,14 +24,7 @@ _CHUNK = 1 << 21  # elements of a tile that torch takes at a time
 
 
 def log_probs_and_entropy_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    tp_rank: int = 0,
-    tp_group: Any = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_log_probs_and_entropy` of logits = hidden @ weight.T, rounded to their dtype, which are never held.
 
@@ -39,30 +32,22 @@ def log_probs_and_entropy_from_hidden(
     dtype. Padded rows are never multiplied. The rest as there. Differentiable in hidden, whose gradient is summed over the group,
     and in weight.
     """
-    columns = Columns(weight.shape[0], vocab_size, tp_rank, tp_group)
-    log_probs, entropy = _apply(hidden, weight, labels, columns, temperature, True)
+    log_probs, entropy = _apply(hidden, weight, labels, vocabulary, temperature, True)
     assert entropy is not None
     return log_probs, entropy
 
 
 def log_probs_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    tp_rank: int = 0,
-    tp_group: Any = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, temperature: float = 1.0
 ) -> Tensor:
     """Log-prob of each label alone, (...): as above, for where nobody looks at the entropy."""
-    columns = Columns(weight.shape[0], vocab_size, tp_rank, tp_group)
-    return _apply(hidden, weight, labels, columns, temperature, False)[0]
+    return _apply(hidden, weight, labels, vocabulary, temperature, False)[0]
 
 
 def _apply(
-    hidden: Tensor, weight: Tensor, labels: Tensor, columns: Columns, temperature: float, with_entropy: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
+    columns = Columns(weight.shape[0], vocabulary)
     columns.check(hidden, labels, temperature)
     if hidden.dtype != weight.dtype or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

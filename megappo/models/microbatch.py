@@ -7,11 +7,13 @@ legend: b samples of this data-parallel rank, s padded width, r response width, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megappo.data.packing import groups_by_number
 
 
 @dataclass(frozen=True)
@@ -36,74 +38,38 @@ class MicroBatch:
     """(n,) response column of each scored token"""
     fields: Mapping[str, Tensor]
     """(n,) each: columns of the batch at the scored tokens"""
+    num_tokens: int
+    """real tokens among input_ids; 0 where the micro-batch is only there to fill the schedule"""
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How samples are grouped.
+    """How the samples of a micro-batch become rows.
 
-    size: samples of a micro-batch. tokens: token budget of one (then size does not count).
-    count_multiple: their number is a multiple of this (the stages, with Megatron's interleaved schedule).
-    length_multiple: their tokens are padded to a multiple of this (tp, with sequence parallel).
+    packed: one row without padding; else a padded row for each.
+    length_multiple: a row's tokens are padded to a multiple of this (tp, with sequence parallel).
     """
 
-    size: int
-    tokens: int | None = None
     packed: bool = True
-    count_multiple: int = 1
     length_multiple: int = 1
 
 
-def make_micro_batches(batch: Mapping[str, Tensor], how: MicroBatching, fields: Iterable[str] = ()) -> list[MicroBatch]:
-    """Micro-batches of a padded batch.
+NUMBER = "micro_batch"
+"""(b,) int64 column: the micro-batch of each sample, as `data.packing.plan_batch` numbers them."""
+
+
+def make_micro_batches(
+    batch: Mapping[str, Tensor], num_micro_batches: int, how: MicroBatching, fields: Iterable[str] = ()
+) -> list[MicroBatch]:
+    """The `num_micro_batches` micro-batches of a padded batch.
 
     batch: input_ids (b, s), attention_mask (b, s) bool, response_mask (b, r) bool, where the responses are the last r columns;
-    and a (b, r) tensor for each of `fields`. b may be 0: then the micro-batches hold nothing that counts.
-    Raises ValueError where one sample alone is above the token budget.
+    micro_batch (b,); and a (b, r) tensor for each of `fields`. A micro-batch without samples gets a stand-in that counts nowhere,
+    since every rank runs as many; b may be 0.
     """
-    lengths = batch["attention_mask"].sum(dim=1).tolist()
-    groups = group_by_tokens(lengths, how.tokens) if how.tokens else group_by_size(len(lengths), how.size)
-    groups = fill_up(groups, how.count_multiple)
+    groups = groups_by_number(batch[NUMBER].tolist(), num_micro_batches)
     make = _packed if how.packed else _padded
     return [make(_rows(batch, group), how.length_multiple, tuple(fields)) for group in groups]
-
-
-def group_by_size(count: int, size: int) -> list[list[int]]:
-    """Consecutive groups of `size` samples, the last one smaller."""
-    return [list(range(i, min(i + size, count))) for i in range(0, count, size)]
-
-
-def group_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: groups whose lengths sum to at most `budget`."""
-    groups: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[i] > budget:
-            raise ValueError(
-                f"a sample of {lengths[i]} tokens is above micro_batch_tokens={budget}; raise it to {lengths[i]} or more"
-            )
-        fits = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
-        if fits is None:
-            groups.append([])
-            room.append(budget)
-            fits = len(groups) - 1
-        groups[fits].append(i)
-        room[fits] -= lengths[i]
-    return [sorted(group) for group in groups]
-
-
-def fill_up(groups: list[list[int]], multiple: int) -> list[list[int]]:
-    """As many groups as the schedule wants, at least one: the largest are halved, and empty ones added where none can be."""
-    groups = list(groups) or [[]]
-    while len(groups) % multiple:
-        largest = max(range(len(groups)), key=lambda k: len(groups[k]))
-        group = groups[largest]
-        half = len(group) // 2
-        if half == 0:
-            groups.append([])
-        else:
-            groups[largest : largest + 1] = [group[:half], group[half:]]
-    return groups
 
 
 @dataclass(frozen=True)
@@ -191,4 +157,6 @@ def _micro_batch(
     values: dict[str, Tensor],
 ) -> MicroBatch:
     mask = torch.full(labels.shape, rows.counts, device=labels.device)
-    return MicroBatch(ids, positions, attention, scored, labels, mask, rows.index.to(local.device)[local], column, values)
+    index = rows.index.to(local.device)[local]
+    num_tokens = int(rows.get("attention_mask").sum()) if rows.counts else 0
+    return MicroBatch(ids, positions, attention, scored, labels, mask, index, column, values, num_tokens)

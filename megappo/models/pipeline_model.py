@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megappo.algorithms.skip import SkipReason, skip_flags, skip_reason
 from megappo.config.schema import OptimizerConfig
 from megappo.errors import RunFailed
 from megappo.models.gpt import GPTChunk
-from megappo.models.microbatch import MicroBatch, MicroBatching, make_micro_batches
+from megappo.models.microbatch import NUMBER, MicroBatch, MicroBatching, make_micro_batches
+from megappo.models.unpack import unpack_responses
 from megappo.parallel_state.device import device, has_cuda
 from megappo.parallel_state.groups import RoleGroups
 from megappo.parallel_state.mcore_compat import gloo_has_no_avg
@@ -40,8 +42,23 @@ each shape that it meets, and packs of any length would meet a new one each time
 
 Score = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
 """(output of the last chunk, micro-batch) -> columns (n,)"""
-Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(output of the last chunk, micro-batch) -> (sum of the token losses, metric sums)"""
+
+
+class LossSums(NamedTuple):
+    """What a micro-batch adds to the loss of an optimizer step and to its metrics."""
+
+    loss: Tensor
+    """sum of weight x token loss"""
+    share: Tensor
+    """what it adds to the divisor, an integer: see `algorithms.aggregation`"""
+    parts: Mapping[str, Tensor]
+    """terms of the loss, which become means by the same divisor"""
+    token_sums: Mapping[str, Tensor]
+    """sums over valid tokens, which become means over these"""
+
+
+Loss = Callable[[Tensor, MicroBatch], LossSums]
+"""(output of the last chunk, micro-batch) -> sums"""
 
 
 class PipelineModel:
@@ -59,29 +76,21 @@ class PipelineModel:
         config = chunks[0].config
         self.batching = replace(
             batching,
-            count_multiple=groups.layout.pp if groups.layout.vpp > 1 else 1,
             length_multiple=math.lcm(
                 groups.layout.tp if config.sequence_parallel else 1,
                 _CPU_BF16_MULTIPLE if config.bf16 and batching.packed and not has_cuda() else 1,
             ),
         )
 
-    def score(self, batch: Batch, score: Score) -> dict[str, Tensor]:
+    def score(self, batch: Batch, num_micro_batches: int, score: Score) -> dict[str, Tensor]:
         """Forward pass. Returns columns (b, r) float32, zero outside the response mask; nothing off the last stage."""
         self.onload("parameters")
-        micro_batches = self._micro_batches(batch, ())
+        micro_batches = self._micro_batches(batch, num_micro_batches, ())
         with self.groups.active(), torch.no_grad():
             found = self._run(micro_batches, score, forward_only=True)
         if not self.groups.is_last_stage:
             return {}
-        shape = batch["response_mask"].shape
-        columns: dict[str, Tensor] = {}
-        for micro_batch, values in zip(micro_batches, found, strict=True):
-            for name, value in values.items():
-                column = columns.setdefault(name, torch.zeros(shape, dtype=torch.float32))
-                counts = micro_batch.mask
-                column[micro_batch.rows[counts].cpu(), micro_batch.columns[counts].cpu()] = value[counts].float().cpu()
-        return columns
+        return unpack_responses(micro_batches, found, batch["response_mask"].shape)
 
     def tensors(self, kind: Kind) -> Iterator[Tensor]:
         """All tensors of a kind that this rank holds for the model, buffers of the chunks among the parameters."""
@@ -96,9 +105,10 @@ class PipelineModel:
             chunk.forget_pass()
         return found
 
-    def _micro_batches(self, batch: Batch, fields: tuple[str, ...]) -> list[MicroBatch]:
-        names = ("input_ids", "attention_mask", "response_mask", *fields)
-        return make_micro_batches({name: batch[name].to(device()) for name in names}, self.batching, fields)
+    def _micro_batches(self, batch: Batch, num_micro_batches: int, fields: tuple[str, ...]) -> list[MicroBatch]:
+        names = ("input_ids", "attention_mask", "response_mask", NUMBER, *fields)
+        columns = {name: batch[name].to(device()) for name in names}
+        return make_micro_batches(columns, num_micro_batches, self.batching, fields)
 
 
 class Trainee(PipelineModel):
@@ -137,29 +147,38 @@ class Trainee(PipelineModel):
             wd_incr_style="constant",
         )
 
-    def update(self, batch: Batch, fields: tuple[str, ...], loss: Loss, step: int) -> dict[str, float]:
-        """One optimizer step on the sum of `loss` over all tokens of all data-parallel ranks, divided once by their number.
+    def update(self, batch: Batch, num_micro_batches: int, fields: tuple[str, ...], loss: Loss, step: int) -> dict[str, Any]:
+        """One optimizer step on the sum of `loss` over all tokens of all data-parallel ranks, divided once by that of the shares.
 
-        step: trainer step, from 1; it sets the learning rate. Returns global metrics: the metric sums over the number of tokens,
-        `grad_norm` and `lr`. Raises RunFailed where the gradient is not finite: nothing is then changed.
+        step: trainer step, from 1; it sets the learning rate. Returns global metrics: parts of the loss, means over tokens, the
+        `padding_share` of the computed tokens, `grad_norm` and `lr`. A step whose loss or gradient is not finite, or that has no
+        valid token, changes neither weights nor optimizer nor learning rate, on any rank: then only `skipped`, the reason.
         """
         self.onload("parameters", "gradients", "optimizer")
-        if step > self.scheduler.num_steps:
-            self.scheduler.step(step - self.scheduler.num_steps)
-        micro_batches = self._micro_batches(batch, fields)
+        micro_batches = self._micro_batches(batch, num_micro_batches, fields)
 
-        def on_last_stage(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss_sum, sums = loss(output, micro_batch)
-            tokens = micro_batch.mask.sum()
-            return loss_sum, tokens.int(), {"loss": loss_sum.detach(), **sums, "tokens": tokens}
+        def on_last_stage(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, _Found]:
+            sums = loss(output, micro_batch)
+            parts = {"loss": sums.loss.detach(), **sums.parts}
+            counts = torch.tensor((micro_batch.num_tokens, micro_batch.input_ids.numel()))
+            found = _Found(
+                parts,
+                sums.token_sums,
+                {"share": sums.share, "tokens": micro_batch.mask.sum(), "real": counts[0], "computed": counts[1]},
+            )
+            return sums.loss, sums.share.int(), found
 
         with self.groups.active():
             for chunk in self.runnable:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             found = self._run(micro_batches, on_last_stage, forward_only=False)
+            reason = self._skip_reason(found)
+            if reason is not None:
+                return {"skipped": reason}
             metrics = self._global_means(found)
-            self._refuse_non_finite_gradients()
+            if step > self.scheduler.num_steps:
+                self.scheduler.step(step - self.scheduler.num_steps)
             succeeded, grad_norm, _ = self.optimizer.step()
             if not succeeded:
                 raise RunFailed(f"{self.name}: the optimizer refused the step (gradient overflow)")
@@ -205,29 +224,41 @@ class Trainee(PipelineModel):
         chained = self.optimizer.chained_optimizers if isinstance(self.optimizer, ChainedOptimizer) else [self.optimizer]
         yield from (wrapped.optimizer for wrapped in chained if wrapped.optimizer is not None)
 
-    def _global_means(self, found: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Metric sums of all micro-batches and data-parallel ranks over the number of tokens; empty off the last stage."""
+    def _global_means(self, found: Sequence[_Found]) -> dict[str, float]:
+        """Metrics of all micro-batches and data-parallel ranks; empty off the last stage."""
         if not self.groups.is_last_stage:
             return {}
-        names = list(found[0])
-        sums = torch.stack([torch.stack([micro[name].detach().double().cpu() for name in names]) for micro in found]).sum(0)
+        columns = [{**micro.parts, **micro.token_sums, **micro.counts} for micro in found]
+        names = list(columns[0])
+        sums = torch.stack([torch.stack([column[name].detach().double().cpu() for name in names]) for column in columns]).sum(0)
         sums = sums.to(device())
         dist.all_reduce(sums, group=self.groups.dp_group)
         total = dict(zip(names, sums.tolist(), strict=True))
-        tokens = total.pop("tokens")
-        return {name: value / max(tokens, 1.0) for name, value in total.items()}
+        means = {name: total[name] / max(total["share"], 1.0) for name in found[0].parts}
+        means |= {name: total[name] / max(total["tokens"], 1.0) for name in found[0].token_sums}
+        return {**means, "padding_share": 1 - total["real"] / total["computed"]}
 
-    def _refuse_non_finite_gradients(self) -> None:
-        bad = torch.zeros(1, device=device())
+    def _skip_reason(self, found: Sequence[_Found]) -> SkipReason | None:
+        """Why this optimizer step must not happen; the same answer on every rank of the world."""
+        probe = torch.zeros((), device=device())
         for chunk in self.runnable:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                bad += float(not torch.isfinite(buffer.grad_data.sum()))
-        dist.all_reduce(bad)
-        if bad.item():
-            raise RunFailed(
-                f"{self.name}: the gradient is not finite; no weight was changed. Lower {self.name}.optimizer.lr, or look at the "
-                f"rollouts of this step"
-            )
+                probe += buffer.grad_data.sum()
+        zero = torch.zeros((), device=device())
+        loss = torch.stack([micro.parts["loss"] for micro in found]).sum() if found else zero
+        tokens = torch.stack([micro.counts["tokens"] for micro in found]).sum() if found else zero
+        flags = skip_flags(loss, probe, tokens).to(device())
+        dist.all_reduce(flags)
+        return skip_reason(flags.tolist())
+
+
+class _Found(NamedTuple):
+    """What the last stage keeps of a micro-batch."""
+
+    parts: Mapping[str, Tensor]
+    token_sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+    """`share` and `tokens`, the divisors; `real` and `computed` tokens"""
 
 
 def _forward(chunk: Any, micro_batch: MicroBatch) -> Tensor:

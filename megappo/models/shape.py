@@ -37,6 +37,7 @@ class ModelShape:
     vocab_size is the tokenizer-facing size, without Megatron's padding. qkv_bias, proj_bias, mlp_bias: on q, k and v; on o; on
     gate, up and down. qk_norm: an RMSNorm on each query and key head.
     sliding_window: a token sees itself and the window - 1 tokens before it; None: all before it.
+    initializer_range: standard deviation of the matrices of a model that starts from random weights.
     """
 
     family: str
@@ -58,6 +59,7 @@ class ModelShape:
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
+    initializer_range: float = 0.02
 
     def padded_vocab_size(self, tp: int, divisor: int = 32) -> int:
         """Rows of the embedding in Megatron: ceil(V / (divisor * tp)) * divisor * tp, as megatron pads it."""

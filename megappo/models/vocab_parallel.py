@@ -5,6 +5,7 @@ legend: n tokens, V vocabulary, t tensor-parallel degree
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,28 +19,34 @@ _CHUNK_SHARE = 0.007
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 15, 1 << 22
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Whose columns a rank holds, of a vocabulary that is padded and cut evenly over a group."""
+
+    vocab_size: int
+    """V without padding; what stands in padded columns never counts"""
+    tp_rank: int = 0
+    tp_group: Any = None
+    """process group that holds the other columns, whose ranks all call; None for the whole vocabulary on one rank"""
+
+
 def vocab_parallel_log_probs_and_entropy(
     logits: Tensor,
     labels: Tensor,
+    vocabulary: VocabularyShard,
     *,
-    vocab_size: int,
     temperature: float = 1.0,
-    tp_rank: int = 0,
-    tp_group: Any = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of each distribution, at the given temperature.
 
     logits: (..., padded V / t), this rank's columns of the padded vocabulary, any float dtype; not changed.
     labels: (...) int64; a label outside the vocabulary has the log-prob NaN.
-    vocab_size: V without padding; what stands in padded columns never counts.
-    tp_group: process group that holds the other columns, whose ranks all call; None for the whole vocabulary on one rank.
     overwrite_logits: the backward pass writes the gradient where the logits are, which nobody may read or need for a gradient of
       their own afterwards. Else it takes new memory. Nothing else here is as large as one percent of large logits.
     Returns log_probs and entropy, both (...), float32 (float64 of float64), the same on every rank of the group; differentiable.
     """
-    columns = Columns(logits.shape[-1], vocab_size, tp_rank, tp_group)
-    log_probs, entropy = _apply(logits, labels, columns, temperature, overwrite_logits, True)
+    log_probs, entropy = _apply(logits, labels, vocabulary, temperature, overwrite_logits, True)
     assert entropy is not None
     return log_probs, entropy
 
@@ -47,26 +54,23 @@ def vocab_parallel_log_probs_and_entropy(
 def vocab_parallel_log_probs_from_logits(
     logits: Tensor,
     labels: Tensor,
+    vocabulary: VocabularyShard,
     *,
-    vocab_size: int,
     temperature: float = 1.0,
-    tp_rank: int = 0,
-    tp_group: Any = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
     """Log-prob of each label alone, (...): as above, for where nobody looks at the entropy."""
-    columns = Columns(logits.shape[-1], vocab_size, tp_rank, tp_group)
-    return _apply(logits, labels, columns, temperature, overwrite_logits, False)[0]
+    return _apply(logits, labels, vocabulary, temperature, overwrite_logits, False)[0]
 
 
 class Columns:
     """Which part of the vocabulary this rank holds: `width` columns from `first` on, behind which padding may stand."""
 
-    def __init__(self, size: int, vocab_size: int, rank: int, group: Any) -> None:
-        self.vocab_size = vocab_size
-        self.group = group
-        self.first = rank * size
-        self.width = max(0, min(size, vocab_size - self.first))
+    def __init__(self, size: int, vocabulary: VocabularyShard) -> None:
+        self.vocab_size = vocabulary.vocab_size
+        self.group = vocabulary.tp_group
+        self.first = vocabulary.tp_rank * size
+        self.width = max(0, min(size, self.vocab_size - self.first))
 
     def check(self, x: Tensor, labels: Tensor, temperature: float) -> None:
         if x.shape[:-1] != labels.shape:
@@ -87,8 +91,9 @@ class Columns:
 
 
 def _apply(
-    logits: Tensor, labels: Tensor, columns: Columns, temperature: float, overwrite: bool, with_entropy: bool
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, temperature: float, overwrite: bool, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
+    columns = Columns(logits.shape[-1], vocabulary)
     columns.check(logits, labels, temperature)
     rows = logits.reshape(-1, logits.shape[-1])
     apply: Any = _LogProbs.apply

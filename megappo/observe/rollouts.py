@@ -34,6 +34,8 @@ class RolloutRow:
     """Each of `reward.parts`, unweighted; NaN where the reward failed before it had a value."""
     skipped: bool
     """Whether the reward failed and the sample was left out of the step."""
+    learnt: bool
+    """Whether the step learns from it; false too where dynamic sampling left its prompt out."""
     temperature: float
     """That it was sampled at; 0: greedy."""
     prompt: str
@@ -73,6 +75,7 @@ def _as_json(row: RolloutRow) -> dict[str, object]:
         "reward": as_json_number(row.reward),
         "reward_parts": {name: as_json_number(value) for name, value in row.reward_parts.items()},
         "skipped": row.skipped,
+        "learnt": row.learnt,
         "temperature": row.temperature,
         "prompt": row.prompt,
         "response": row.response,

@@ -47,6 +47,11 @@ class Scores:
         kept = [value for value, skipped in zip(self.values, self.skipped, strict=True) if not skipped]
         return sum(kept) / len(kept)
 
+    def joined(self, others: Scores) -> Scores:
+        """These, then the others of the same run."""
+        parts = {name: (*self.parts.get(name, ()), *values) for name, values in others.parts.items()}
+        return Scores(self.values + others.values, self.failed + others.failed, self.skipped + others.skipped, parts)
+
     def part_means(self) -> dict[str, float]:
         """Mean of each part over the samples whose reward did not fail; NaN where there are none."""
         counts = [not failed for failed in self.failed]
@@ -70,9 +75,10 @@ class Scorer:
         self._pool = RewardPool(isolated, config.workers, config.timeout_s, log_path) if isolated else None
         self._number_in_pool = {part.key: number for number, part in enumerate(isolated)}
 
-    def score(self, requests: Sequence[ScoreRequest]) -> Scores:
+    def score(self, requests: Sequence[ScoreRequest], may_skip_all: bool = False) -> Scores:
         """Score each request. A failed reward ends the run (RunFailed) with on_error=fail; otherwise it is counted, logged, and
-        worth `error_score` or skipped. Raises RunFailed where all samples are skipped. A failure is never a silent zero."""
+        worth `error_score` or skipped. Raises RunFailed where all samples are skipped, unless that may be. A failure is never a
+        silent zero."""
         totals, failed = [0.0] * len(requests), [False] * len(requests)
         columns: dict[str, tuple[float, ...]] = {}
         first = ""
@@ -95,7 +101,7 @@ class Scorer:
             _log.warning("the reward failed for %d of %d samples; %d are shown", sum(failed), len(failed), _SHOWN)
         skipping = self.config.on_error == "skip_sample"
         instead = 0.0 if skipping else self.config.error_score
-        if skipping and failed and all(failed):
+        if skipping and failed and all(failed) and not may_skip_all:
             raise RunFailed(f"reward.on_error=skip_sample leaves none of {len(failed)} samples; the first: {first}")
         return Scores(
             values=tuple(instead if bad else total for total, bad in zip(totals, failed, strict=True)),

@@ -5,15 +5,16 @@ legend: b samples, p prompt width, r response width, s = p + r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megappo.algorithms.masking import mask_from_lengths
+from megappo.data.proto import DataProto
 
 
-def pad_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
+def pad_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> DataProto:
     """input_ids (b, s) int64, attention_mask (b, s) bool, response_mask (b, r) bool, sample_ids (b,) int64.
 
     Prompts are padded on the left, responses on the right. Masks come from lengths, so a pad id may stand for something real."""
@@ -23,12 +24,14 @@ def pad_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int
         input_ids[i, p - len(prompt) : p + len(response)] = torch.tensor([*prompt, *response])
     response_mask = mask_from_lengths(torch.tensor([len(x) for x in responses]), r)
     prompt_mask = mask_from_lengths(torch.tensor([len(x) for x in prompts]), p).flip(1)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": torch.cat((prompt_mask, response_mask), dim=1),
-        "response_mask": response_mask,
-        "sample_ids": torch.arange(len(prompts)),
-    }
+    return DataProto.from_dict(
+        {
+            "input_ids": input_ids,
+            "attention_mask": torch.cat((prompt_mask, response_mask), dim=1),
+            "response_mask": response_mask,
+            "sample_ids": torch.arange(len(prompts)),
+        }
+    )
 
 
 def pad_columns(rows: Sequence[Sequence[float]], width: int) -> Tensor:
@@ -37,18 +40,3 @@ def pad_columns(rows: Sequence[Sequence[float]], width: int) -> Tensor:
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row)
     return out
-
-
-def mini_batches(
-    batch: Mapping[str, Tensor], size: int, epochs: int, seed: int, names: Sequence[str]
-) -> Iterator[dict[str, Tensor]]:
-    """Mini-batches of `size` samples over `epochs` passes, each in an order of its own that `seed` alone decides.
-
-    The last one of a pass is smaller where `size` does not divide the samples. Only the columns in `names` are taken."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(batch["input_ids"])
-    for _ in range(epochs):
-        order = torch.randperm(count, generator=generator)
-        for start in range(0, count, size):
-            index = order[start : start + size]
-            yield {name: batch[name][index] for name in names}

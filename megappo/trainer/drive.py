@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.format import saved_step
+from megappo.config.check import Plan
 from megappo.config.schema import Config
 from megappo.controller.worker import WorkerGroup
 from megappo.data.load import Data
@@ -13,13 +14,16 @@ from megappo.data.stream import PromptStream
 from megappo.observe.progress import Progress
 from megappo.observe.rollouts import write_rollouts
 from megappo.observe.summary import summary_lines
+from megappo.observe.timing import timed
 from megappo.observe.trackers import open_trackers
 from megappo.rewards.score import Scorer
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.evaluate import Evaluation
-from megappo.trainer.ppo import PPO, timed
+from megappo.trainer.passes import Passes
+from megappo.trainer.ppo import PPO
 from megappo.trainer.roles import WeightPublisher
 from megappo.trainer.rollout import to_rows
+from megappo.trainer.sampling import Sampler
 from megappo.trainer.sft import warm_start
 from megappo.trainer.start_check import StartCheck
 
@@ -28,13 +32,17 @@ from megappo.trainer.start_check import StartCheck
 class Driver:
     """What rank 0 has in hand once the models are built. engine and scorer: None where nothing is generated."""
 
-    config: Config
+    plan: Plan
     run_dir: Path
     data: Data
     workers: WorkerGroup
     publisher: WeightPublisher
     engine: RolloutEngine | None
     scorer: Scorer | None
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
 
     def evaluation(self) -> Evaluation | None:
         """The evaluation, where there is something to evaluate with and on."""
@@ -52,7 +60,8 @@ def drive_ppo(driver: Driver) -> None:
     prompts = PromptStream(data.train, config.run.seed, config.data.shuffle, config.data.weights)
     # Before anything is generated, in every life of a run. A checkpoint's weights keep the version that they were saved with.
     first_version = saved_step(config.model.path)
-    ppo = PPO(config, workers, engine, data.tokenizer, prompts, scorer, first_version)
+    sampler = Sampler(config, engine, data.tokenizer, prompts, scorer)
+    ppo = PPO(driver.plan, workers, engine, sampler, first_version)
     publisher.receivers = [engine, StartCheck(publisher.manager.plan, config.model.path)]
     ppo.publish(first_version)
     publisher.receivers = [engine]
@@ -78,7 +87,8 @@ def drive_ppo(driver: Driver) -> None:
                 if _every(step, config.trainer.save_every):
                     with timed(metrics, "save"):
                         workers.call("checkpoint", "save", folder=str(run_dir / "checkpoints"), step=step)
-                write_rollouts(run_dir / "rollouts", step, to_rows(ppo.samples, ppo.scores))
+                assert ppo.sampled is not None
+                write_rollouts(run_dir / "rollouts", step, to_rows(ppo.sampled.samples, ppo.sampled.scores, ppo.sampled.learnt))
                 trackers.log(step, metrics)
                 progress.update(step, metrics)
                 rewards.append(metrics["reward/mean"])
@@ -94,7 +104,15 @@ def drive_sft(driver: Driver) -> None:
     data = driver.data
     if driver.engine is not None:
         driver.publisher.receivers = [driver.engine]
-    warm_start(driver.config, driver.workers, driver.engine, data.tokenizer, data.train, driver.evaluation())
+    warm_start(
+        driver.config,
+        driver.workers,
+        Passes(driver.plan, driver.workers),
+        driver.engine,
+        data.tokenizer,
+        data.train,
+        driver.evaluation(),
+    )
 
 
 def _every(step: int, period: int) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from megappo.config.schema import RolloutConfig
 from megappo.data.prompts import PromptRow
+from megappo.data.proto import DataProto
 from megappo.data.tokenizer import Tokenizer
 from megappo.observe.rollouts import RolloutRow
 from megappo.rewards.score import ScoreRequest, Scores
@@ -48,10 +47,13 @@ def generate(
     seed: int,
     step: int,
     n: int = 1,
+    seen: Counter[int] | None = None,
 ) -> list[Sample]:
-    """`n` responses a row, in the rows' order. A sample depends on (seed, step, row, its number among the row's) alone."""
+    """`n` responses a row, in the rows' order. A sample depends on (seed, step, row, its number among the row's) alone.
+
+    seen: responses that each row has got in this step by earlier calls; brought up to date."""
     repeated = [row for row in rows for _ in range(n)]
-    seen: Counter[int] = Counter()
+    seen = Counter() if seen is None else seen
     seeds = []
     for row in repeated:
         seeds.append(request_seed(seed, step, row.row_id, seen[row.row_id]))
@@ -64,24 +66,24 @@ def generate(
     ]
 
 
-def score_requests(samples: Sequence[Sample], step: int) -> list[ScoreRequest]:
-    """What the reward function gets for each sample."""
+def score_requests(samples: Sequence[Sample], step: int, first: int = 0, what: str = "sample") -> list[ScoreRequest]:
+    """What the reward function gets for each sample. first: number of the first sample in the step."""
     return [
-        ScoreRequest(f"step {step} sample {i} (row {s.row.id})", s.row.prompt_text, s.text, s.row.answer, s.row.fields)
-        for i, s in enumerate(samples)
+        ScoreRequest(f"step {step} {what} {i} (row {s.row.id})", s.row.prompt_text, s.text, s.row.answer, s.row.fields)
+        for i, s in enumerate(samples, first)
     ]
 
 
-def to_batch(samples: Sequence[Sample], pad_id: int) -> dict[str, Tensor]:
+def to_batch(samples: Sequence[Sample], pad_id: int) -> DataProto:
     """Padded batch of the samples with `rollout_log_probs` (b, r), the engine's log-probs."""
     batch = pad_batch([s.row.prompt_ids for s in samples], [s.completion.token_ids for s in samples], pad_id)
-    width = batch["response_mask"].shape[1]
-    batch["rollout_log_probs"] = pad_columns([s.completion.log_probs for s in samples], width)
+    width = batch.batch["response_mask"].shape[1]
+    batch.batch["rollout_log_probs"] = pad_columns([s.completion.log_probs for s in samples], width)
     return batch
 
 
-def to_rows(samples: Sequence[Sample], scores: Scores) -> list[RolloutRow]:
-    """What is written of the samples."""
+def to_rows(samples: Sequence[Sample], scores: Scores, learnt: Collection[int] | None = None) -> list[RolloutRow]:
+    """What is written of the samples. learnt: numbers of those that a step learns from; None: all that have a score."""
     return [
         RolloutRow(
             sample_id=i,
@@ -97,6 +99,7 @@ def to_rows(samples: Sequence[Sample], scores: Scores) -> list[RolloutRow]:
             reward=math.nan if scores.skipped[i] else scores.values[i],
             reward_parts={name: values[i] for name, values in scores.parts.items()},
             skipped=scores.skipped[i],
+            learnt=i in learnt if learnt is not None else not scores.skipped[i],
             temperature=s.temperature,
             prompt=s.row.prompt_text,
             response=s.text,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megappo.config.check import Plan
+from megappo.config.resolve import uses_critic
 from megappo.trainer.run_folder import open_run_folder
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 def train(plan: Plan) -> int:
     """PPO. Returns the exit code; raises UserError or RunFailed with the first cause."""
-    roles = ("actor", "critic", *(("reference",) if plan.config.reference.enabled else ()))
+    config = plan.config
+    roles = ("actor", *(("critic",) if uses_critic(config) else ()), *(("reference",) if config.reference.enabled else ()))
     return _run(Job(plan, "drive_ppo", roles))
 
 
@@ -150,7 +152,7 @@ def _train(job: Job, watchdog: Watchdog, engine: RolloutEngine | None) -> None:
             ranks = _ranks_of_roles(plan, models.worker.roles)
             with LocalWorkerGroup(layouts, models.worker, watchdog, ranks=ranks) as workers, watchdog.phase("driving the run"):
                 used = engine if lead is None else _group(plan, workers, lead)
-                driver = drive.Driver(config, job.run_dir, data, workers, models.publisher, used, scorer)
+                driver = drive.Driver(plan, job.run_dir, data, workers, models.publisher, used, scorer)
                 getattr(drive, job.drive)(driver)
     dist.destroy_process_group()
 

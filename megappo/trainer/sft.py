@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from megappo.config.schema import Config
 from megappo.controller.worker import WorkerGroup
 from megappo.data.prompts import PromptRow
+from megappo.data.proto import DataProto
 from megappo.data.stream import PromptStream
 from megappo.data.tokenizer import Tokenizer
-from megappo.errors import UserError
+from megappo.errors import RunFailed, UserError
 from megappo.observe.progress import Progress
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.batch import pad_batch
 from megappo.trainer.evaluate import Evaluation
+from megappo.trainer.passes import Passes
 
 
 def warm_start(
     config: Config,
     workers: WorkerGroup,
+    passes: Passes,
     engine: RolloutEngine | None,
     tokenizer: Tokenizer,
     rows: Sequence[PromptRow],
@@ -35,7 +36,11 @@ def warm_start(
     with Progress(sft.steps) as progress:
         for step in range(1, sft.steps + 1):
             batch = _answers(prompts.next_batch(sft.batch_size), tokenizer, config)
-            metrics = workers.call("actor", "supervised_update", batch, step=step)[1]
+            metrics, reason = passes.update("actor", batch, (), step=step, method="supervised_update")
+            if reason is not None:
+                raise RunFailed(
+                    f"step {step} of the warm start was skipped: {reason}; lower actor.optimizer.lr, or look at the data"
+                )
             if engine is None or evaluation is None or sft.evaluate_every == 0 or step % sft.evaluate_every:
                 continue
             workers.call("weights", "publish", version=step, verify=True)
@@ -55,7 +60,7 @@ def _write(workers: WorkerGroup, config: Config) -> None:
     workers.call("weights", "export", folder=config.sft.output, config_from=config.model.path)
 
 
-def _answers(rows: Sequence[PromptRow], tokenizer: Tokenizer, config: Config) -> dict[str, Tensor]:
+def _answers(rows: Sequence[PromptRow], tokenizer: Tokenizer, config: Config) -> DataProto:
     """Padded batch of prompts and answers, each ended by the end-of-sequence token."""
     responses = []
     for row in rows:

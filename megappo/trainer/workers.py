@@ -15,7 +15,8 @@ from megappo.config.check import Plan
 from megappo.config.schema import UpdateConfig
 from megappo.controller.colocate import ColocatedWorker, create_colocated_worker
 from megappo.critic.critic import Critic
-from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
+from megappo.models.fresh import fill_fresh
+from megappo.models.gpt import DTYPES, GPTChunk, LogProbsFrom, build_chunks
 from megappo.models.microbatch import MicroBatching
 from megappo.models.pipeline_model import PipelineModel, Trainee
 from megappo.models.shape import ModelShape
@@ -45,20 +46,27 @@ def build_worker(plan: Plan, roles: Sequence[str], engine: RolloutEngine | None 
     trained: dict[str, Savable] = {}
     memories: dict[str, ModelMemory] = {}
 
-    chunks = _load(config.model.path, plan.shapes["actor"], groups["actor"], config.actor, dtype)
+    log_probs_from = config.actor.log_probs_from
+    chunks = _load(config.model.path, plan.shapes["actor"], groups["actor"], config.actor, dtype, log_probs_from)
     actor_model = Trainee(chunks, groups["actor"], _batching(config.actor), config.actor.optimizer, "actor")
     memories["actor"] = _memory_of(actor_model)
     trained["actor"] = Savable(chunks, groups["actor"], config.model.path)
-    targets["actor"] = Actor(actor_model, config.rollout.temperature, config.algorithm.clip_range, config.actor.entropy_coef)
+    targets["actor"] = Actor(actor_model, config.rollout.temperature, config.algorithm, config.actor.entropy_coef)
 
     if "critic" in roles:
-        chunks = _load(str(config.critic.path), plan.shapes["critic"], groups["critic"], config.critic, dtype)
+        chunks = _build(plan.shapes["critic"], groups["critic"], config.critic, dtype)
+        if config.critic.start == "fresh":
+            fill_fresh(chunks, groups["critic"], config.run.seed)
+        else:
+            load_weights(str(config.critic.path), chunks, groups["critic"])
         model = Trainee(chunks, groups["critic"], _batching(config.critic), config.critic.optimizer, "critic")
         memories["critic"] = _memory_of(model)
         trained["critic"] = Savable(chunks, groups["critic"], str(config.critic.path))
         targets["critic"] = Critic(model, config.critic.value_clip_range)
     if "reference" in roles:
-        chunks = _load(str(config.reference.path), plan.shapes["reference"], groups["reference"], config.reference, dtype)
+        chunks = _load(
+            str(config.reference.path), plan.shapes["reference"], groups["reference"], config.reference, dtype, log_probs_from
+        )
         reference = PipelineModel(chunks, groups["reference"], _batching(config.actor))
         memories["reference"] = _memory_of(reference)
         targets["reference"] = Policy(reference, config.rollout.temperature)
@@ -94,18 +102,27 @@ def build_worker(plan: Plan, roles: Sequence[str], engine: RolloutEngine | None 
     return RankModels(create_colocated_worker(targets, activate), publisher)
 
 
-def _load(path: str, shape: ModelShape, groups: RoleGroups, section: Any, dtype: str) -> list[GPTChunk]:
+def _load(
+    path: str, shape: ModelShape, groups: RoleGroups, section: Any, dtype: str, log_probs_from: LogProbsFrom
+) -> list[GPTChunk]:
     """This rank's chunks, filled from a Hugging Face folder or a checkpoint."""
+    chunks = _build(shape, groups, section, dtype, log_probs_from)
+    load_weights(path, chunks, groups)
+    return chunks
+
+
+def _build(
+    shape: ModelShape, groups: RoleGroups, section: Any, dtype: str, log_probs_from: LogProbsFrom = "logits"
+) -> list[GPTChunk]:
     with groups.active():
-        chunks = build_chunks(
+        return build_chunks(
             shape,
             groups,
             DTYPES[dtype],
             sequence_parallel=section.parallel.sequence_parallel,
             recompute=getattr(section, "recompute", False),
+            log_probs_from=log_probs_from,
         )
-    load_weights(path, chunks, groups)
-    return chunks
 
 
 def _memory_of(model: PipelineModel) -> ModelMemory:
@@ -116,4 +133,4 @@ def _memory_of(model: PipelineModel) -> ModelMemory:
 
 
 def _batching(section: UpdateConfig) -> MicroBatching:
-    return MicroBatching(size=section.micro_batch_size, tokens=section.micro_batch_tokens, packed=section.packed)
+    return MicroBatching(packed=section.packed)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megappo.actor.actor import Actor, Policy
+from megappo.algorithms.aggregation import loss_weights
 from megappo.checkpoint.load import load_weights
-from megappo.config.schema import OptimizerConfig
-from megappo.controller.dispatch import rows_of_ranks
+from megappo.config.schema import AlgorithmConfig, OptimizerConfig
 from megappo.critic.critic import Critic
 from megappo.models.families import shape_of
 from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
@@ -19,12 +19,16 @@ from megappo.models.pipeline_model import PipelineModel, Trainee
 from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.parallel_state.layout import ParallelLayout
 from megappo.pp_weights.mapping import chunk_pieces
+from tests.distributed.ways import Way
 
 Layout = dict[str, Any]
+OF_THE_CHUNKS = ("sequence_parallel", "log_probs_from")
+"""What a test's layout says to `build_chunks`; the rest goes to ParallelLayout."""
 
 
 def layout_for(folder: Path, layout: Layout) -> ParallelLayout:
-    return ParallelLayout(num_layers=shape_of(folder).num_layers, **{k: v for k, v in layout.items() if k != "sequence_parallel"})
+    degrees = {k: v for k, v in layout.items() if k not in OF_THE_CHUNKS}
+    return ParallelLayout(num_layers=shape_of(folder).num_layers, **degrees)
 
 
 def load_model(
@@ -32,22 +36,19 @@ def load_model(
 ) -> list[GPTChunk]:
     shape = shape_of(folder, head=head)
     with groups.active():
-        chunks = build_chunks(
-            shape, groups, DTYPES[dtype], sequence_parallel=layout.get("sequence_parallel", False), recompute=recompute
-        )
+        ways = {name: layout[name] for name in OF_THE_CHUNKS if name in layout}
+        chunks = build_chunks(shape, groups, DTYPES[dtype], recompute=recompute, **ways)
     load_weights(folder, chunks, groups)
     return chunks
 
 
-def own_rows(groups: RoleGroups, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    rows = rows_of_ranks(groups.layout, len(batch["input_ids"]))[groups.rank]
-    return {name: value[rows] for name, value in batch.items()}
-
-
-def log_probs(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching, temperature: float = 1.0) -> Any:
+def log_probs(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way, temperature: float = 1.0) -> Any:
+    """log_probs and entropy of this rank's rows, and their sample_ids; nothing off the last stage."""
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
-    model = PipelineModel(load_model(folder, groups, layout), groups, how)
-    return Policy(model, temperature).compute_log_probs(own_rows(groups, batch))[0]
+    model = PipelineModel(load_model(folder, groups, layout), groups, how.batching)
+    rows, number = how.rows(groups, batch)
+    found = Policy(model, temperature).compute_log_probs(rows, number)[0]
+    return {**found, "sample_ids": rows["sample_ids"]} if found else {}
 
 
 def one_update(
@@ -55,9 +56,10 @@ def one_update(
     layout: Layout,
     critic_layout: Layout | None,
     batch: dict[str, torch.Tensor],
-    how: MicroBatching,
+    how: Way,
     optimizer: OptimizerConfig,
     steps: int = 1,
+    algorithm: AlgorithmConfig | None = None,
 ) -> Any:
     """Actor and critic take `steps` updates. Returns (actor metrics, critic metrics, {role: pieces of this rank})."""
     roles = create_role_groups(
@@ -66,24 +68,25 @@ def one_update(
     models = {}
     for role, its_layout, head in (("actor", layout, "lm"), ("critic", critic_layout or layout, "value")):
         chunks = load_model(folder, roles[role], its_layout, head)
-        models[role] = Trainee(chunks, roles[role], how, optimizer, role)
-    actor, critic = Actor(models["actor"], 1.0, 0.2, 0.01), Critic(models["critic"], 0.2)
+        models[role] = Trainee(chunks, roles[role], how.batching, optimizer, role)
+    actor, critic = Actor(models["actor"], 1.0, algorithm or AlgorithmConfig(), 0.01), Critic(models["critic"], 0.2)
     for step in range(1, steps + 1):
-        critic_metrics = critic.update(own_rows(roles["critic"], batch), step)[1]
-        actor_metrics = actor.update(own_rows(roles["actor"], batch), step)[1]
+        critic_metrics = critic.update(*how.rows(roles["critic"], batch), step)[1]
+        actor_metrics = actor.update(*how.rows(roles["actor"], batch), step)[1]
     return actor_metrics, critic_metrics, {role: exported_pieces(model) for role, model in models.items()}
 
 
 def log_probs_around_an_update(
-    folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching, optimizer: OptimizerConfig
+    folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way, optimizer: OptimizerConfig
 ) -> Any:
     """(log-probs before, metrics of one PPO update, log-probs after it)."""
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
-    actor = Actor(Trainee(load_model(folder, groups, layout), groups, how, optimizer, "actor"), 1.0, 0.2, 0.0)
-    rows = own_rows(groups, batch)
-    before = actor.compute_log_probs(rows)[0]
-    metrics = actor.update(rows, 1)[1]
-    return before, metrics, actor.compute_log_probs(rows)[0]
+    model = Trainee(load_model(folder, groups, layout), groups, how.batching, optimizer, "actor")
+    actor = Actor(model, 1.0, AlgorithmConfig(), 0.0)
+    rows, number = how.rows(groups, batch)
+    before = actor.compute_log_probs(rows, number)[0]
+    metrics = actor.update(rows, number, 1)[1]
+    return before, metrics, actor.compute_log_probs(rows, number)[0]
 
 
 def pack_multiples(folder: Path) -> list[int]:
@@ -92,24 +95,45 @@ def pack_multiples(folder: Path) -> list[int]:
     found = []
     for dtype, packed in (("float32", True), ("bfloat16", True), ("bfloat16", False)):
         chunks = load_model(folder, groups, {}, dtype=dtype)
-        found.append(PipelineModel(chunks, groups, MicroBatching(size=2, packed=packed)).batching.length_multiple)
+        found.append(PipelineModel(chunks, groups, MicroBatching(packed=packed)).batching.length_multiple)
     return found
 
 
-def values(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching) -> Any:
+def values(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way) -> Any:
     """Values by the model of a folder that has a score head."""
     groups = create_role_groups({"critic": layout_for(folder, layout)}, seed=1)["critic"]
-    model = Trainee(load_model(folder, groups, layout, "value"), groups, how, OptimizerConfig(), "critic")
-    return Critic(model, None).compute_values(own_rows(groups, batch))[0]
+    model = Trainee(load_model(folder, groups, layout, "value"), groups, how.batching, OptimizerConfig(), "critic")
+    return Critic(model, None).compute_values(*how.rows(groups, batch))[0]
 
 
-def exported_pieces(model: PipelineModel) -> list[tuple[str, tuple[int, ...], int, int, int, torch.Tensor]]:
-    """(HF name, full shape, dim, start, stop, slice) of all that this rank would export; dp 0 only."""
+def gradients(
+    folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way, algorithms: list[AlgorithmConfig]
+) -> list[Any]:
+    """One update of the untouched actor by each algorithm. Returns for each (metrics, pieces of the gradient)."""
+    groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
+    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-30), "actor")
+    rows, number = how.rows(groups, batch)
+    found = []
+    for algorithm in algorithms:
+        rows["loss_weight"], rows["share"] = loss_weights(
+            rows["response_mask"], algorithm.loss_aggregation, algorithm.loss_length
+        )
+        metrics = Actor(model, 1.0, algorithm, 0.01).update(rows, number, 1)[1]
+        found.append((metrics, exported_pieces(model, gradients=True)))
+    return found
+
+
+def exported_pieces(
+    model: PipelineModel, gradients: bool = False
+) -> list[tuple[str, tuple[int, ...], int, int, int, torch.Tensor]]:
+    """(HF name, full shape, dim, start, stop, slice) of all that this rank would export, or of its gradient; dp 0 only."""
     groups, out = model.groups, []
     if groups.coordinates.dp:
         return out
     for i, chunk in enumerate(model.chunks):
         params = dict(chunk.named_parameters())
+        if gradients:
+            params = {name: param.main_grad for name, param in params.items()}
         for piece in chunk_pieces(model.shape, groups.layout, groups.coordinates.tp, groups.coordinates.pp, i):
             if piece.role == "owner":
                 value = piece.local(params[piece.param].data).reshape(piece.shape).float().clone()
@@ -126,30 +150,30 @@ def assemble(by_rank: list[list[Any]]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def first_update_after_scoring(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: MicroBatching) -> Any:
+def first_update_after_scoring(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way) -> Any:
     """Score the batch, then update on the same micro-batches: the ratio must be 1. Returns the update's metrics."""
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
-    model = Trainee(load_model(folder, groups, layout), groups, how, OptimizerConfig(lr=1e-3), "actor")
-    actor = Actor(model, 0.7, 0.2, 0.0)
-    scored = actor.compute_log_probs(own_rows(groups, batch))[0]
+    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-3), "actor")
+    actor = Actor(model, 0.7, AlgorithmConfig(), 0.0)
+    rows, number = how.rows(groups, batch)
+    scored = actor.compute_log_probs(rows, number)[0]
     import torch.distributed as dist
 
     box = [scored]
     last = groups.layout.rank_of(tp=groups.coordinates.tp, dp=groups.coordinates.dp, pp=groups.layout.pp - 1)
     dist.broadcast_object_list(box, src=last, group=groups.pp_group)
-    rows = {**own_rows(groups, batch), "old_log_probs": box[0]["log_probs"]}
-    return actor.update(rows, 1)[1]
+    return actor.update({**rows, "old_log_probs": box[0]["log_probs"]}, number, 1)[1]
 
 
 def vocab_parallel(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, weights: torch.Tensor) -> Any:
     """This rank's columns of the padded vocabulary. Returns (log_probs, entropy, gradient of the columns)."""
     import torch.distributed as dist
 
-    from megappo.models.heads import vocab_parallel_log_probs_and_entropy
+    from megappo.models.vocab_parallel import VocabularyShard, vocab_parallel_log_probs_and_entropy
 
     columns = logits.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone().requires_grad_()
     log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-        columns, labels, vocab_size=vocab_size, tp_rank=dist.get_rank(), tp_group=dist.group.WORLD
+        columns, labels, VocabularyShard(vocab_size, dist.get_rank(), dist.group.WORLD)
     )
     (log_probs * weights[0] + entropy * weights[1]).sum().backward()
     return log_probs.detach(), entropy.detach(), columns.grad
@@ -177,10 +201,10 @@ def megatron_coordinates(layouts: list[Layout], num_layers: int) -> Any:
 def wrong_groups(folder: Path) -> str:
     """Using a model under another role's groups must fail, not compute garbage."""
     roles = create_role_groups({"actor": layout_for(folder, {"pp": 2}), "critic": layout_for(folder, {"tp": 2})}, seed=1)
-    model = PipelineModel(load_model(folder, roles["actor"], {"pp": 2}), roles["actor"], MicroBatching(size=1))
+    model = PipelineModel(load_model(folder, roles["actor"], {"pp": 2}), roles["actor"], MicroBatching())
     try:
         with roles["critic"].active():
-            model.score({}, lambda output, micro_batch: {})
+            model.score({}, 1, lambda output, micro_batch: {})
     except (RuntimeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -26,15 +26,16 @@ from megappo.config.schema import OptimizerConfig
 from megappo.errors import RunFailed, UserError
 from megappo.models.families import shape_of
 from megappo.models.gpt import DTYPES, GPTChunk, build_chunks
-from megappo.models.microbatch import MicroBatching
-from megappo.models.pipeline_model import Trainee
+from megappo.models.microbatch import MicroBatch, MicroBatching
+from megappo.models.pipeline_model import LossSums, Trainee
 from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.parallel_state.layout import ParallelLayout
 from megappo.pp_weights.buffer import WeightBuffer
 from megappo.pp_weights.plan import build_plan
 from megappo.pp_weights.update import Bucket, Update
 from megappo.trainer.start_check import StartCheck
-from tests.distributed.bodies import assemble, exported_pieces, own_rows
+from tests.distributed.bodies import assemble, exported_pieces
+from tests.distributed.ways import Way
 from tests.models import make_batch, make_model_folder
 from tests.pool import Pool
 
@@ -294,11 +295,16 @@ def train_and_save(actor: Path, critic: Path, folder: Path, distributed: bool) -
             chunks = build_chunks(shape_of(source, head), roles[role], torch.float32)
         load_weights(source, chunks, roles[role])
         how = OptimizerConfig(lr=1e-2, distributed=distributed and role == "actor")
-        models[role] = Trainee(chunks, roles[role], MicroBatching(size=2), how, role)
+        models[role] = Trainee(chunks, roles[role], MicroBatching(), how, role)
         savable[role] = Savable(chunks, roles[role], source)
     save_step(folder, savable, 1)
     batch = make_batch([3, 4, 2, 5], [4, 2, 3, 4])
-    models["actor"].update(own_rows(roles["actor"], batch), (), lambda out, mb: (out.square().mean(1) @ mb.mask.float(), {}), 1)
+    rows, number = Way().rows(roles["actor"], batch)
+
+    def loss(out: torch.Tensor, mb: MicroBatch) -> LossSums:
+        return LossSums(out.square().mean(1) @ mb.mask.float(), mb.mask.sum(), {}, {})
+
+    models["actor"].update(rows, number, (), loss, 1)
     save_step(folder, savable, 2)
     return [exported_pieces(models[role]) for role in ("actor", "critic")]
 

@@ -23,6 +23,8 @@ import torch
 import torch.distributed
 import zmq
 
+import megappo.pp_weights.line_copy  # noqa: F401  compiled once, before the forks
+from megappo.controller import host_memory
 from megappo.controller.colocate import create_colocated_worker
 from megappo.controller.dispatch import Dispatch, dispatched
 from megappo.controller.failure import read_failure
@@ -42,6 +44,7 @@ class Toy:
 
     def __init__(self, rank: int, run_dir: Path) -> None:
         self.rank, self.run_dir = rank, run_dir
+        self.kept = []
 
     @dispatched(Dispatch.DP)
     def double(self, tensors, amount):
@@ -64,6 +67,47 @@ class Toy:
     @dispatched(Dispatch.ALL)
     def scaled(self, tensors, by):
         return {"x": tensors["x"] * (by + self.rank)}, "done"
+
+    @dispatched(Dispatch.ALL)
+    def keep(self, tensors, name):
+        """Keep one tensor beyond the call, write into the others, and tell how many mappings the rank has."""
+        self.kept.append(tensors[name])
+        for other, tensor in tensors.items():
+            if other != name:
+                tensor.zero_()
+        return len(mapped_rows())
+
+    @dispatched(Dispatch.ALL)
+    def means_of_kept(self):
+        return [float(tensor.double().mean()) for tensor in self.kept]
+
+    @dispatched(Dispatch.ALL)
+    def forget(self):
+        self.kept.clear()
+
+    @dispatched(Dispatch.ALL)
+    def checked(self, tensors):
+        """Sums of all tensors, which are then overwritten; whether any of them was mapped."""
+        sums = {name: int(tensor.long().sum()) for name, tensor in tensors.items()}
+        is_mapped = bool(mapped_rows())
+        for tensor in tensors.values():
+            tensor.fill_(1)
+        return {"shapes": [list(tensor.shape) for tensor in tensors.values()], "sums": sums, "is_mapped": is_mapped}
+
+    @dispatched(Dispatch.DP)
+    def rows_of(self, tensors):
+        """Each row's sum, and the sample ids as they came."""
+        found = {"sums": tensors["x"].long().sum(dim=1), "sample_ids": tensors["sample_ids"]}
+        tensors["x"].zero_()
+        return found, {}
+
+    @dispatched(Dispatch.ALL)
+    def die_with_rows(self, tensors, rank):
+        (self.run_dir / f"mapped_{self.rank}").write_text(str(len(mapped_rows())))
+        torch.distributed.barrier()
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
 
     @dispatched(Dispatch.ALL)
     def meet(self):
@@ -103,8 +147,9 @@ def world(
     layout: ParallelLayout | None = None,
     gloo_s: float = 60,
     ranks: dict[str, list[int]] | None = None,
+    far: tuple[int, ...] = (),
 ) -> int:
-    """The entry of every rank. ranks: where the roles live; by default there is one, on all."""
+    """The entry of every rank. ranks: where the roles live; by default there is one, on all. far: as if on another host."""
     rank, world_size, store = join_world(os.environ)
     with Watchdog(store, rank, world_size, run_dir, WATCHDOG_S, grace_s=2.0) as watchdog:
         torch.distributed.init_process_group(
@@ -116,8 +161,14 @@ def world(
             with LocalWorkerGroup({"actor": layout} if layout else {}, worker, watchdog, ranks=ranks) as group:
                 drive(group)
         else:
-            serve(worker, watchdog)
+            serve(worker, watchdog, maps_rows=rank not in far)
     return 0
+
+
+def mapped_rows(kind: str = "rw-p") -> list[str]:
+    """This process's mappings of memory for rows: private ones, or ("rw-s") the driver's own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if f"memfd:{host_memory.NAME} " in line and kind in line]
 
 
 def is_running(pid: int) -> bool:
@@ -287,6 +338,96 @@ def test_a_stranger_without_the_token_is_not_heard(tmp_path):
         return 0
 
     assert Launch(tmp_path, 2, entry).wait().code == 0
+
+
+# -- large tensors -------------------------------------------------------------------------------------------------------
+
+
+def large_batch(rows=7, width=9_000) -> dict[str, torch.Tensor]:
+    """Tensors of several kinds, of which some are no plain blocks."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 50_000, (width, rows), generator=generator).t()
+    return {
+        "x": ids,
+        "mask": ids % 3 == 0,
+        "floats": ids.float()[:, ::2],
+        "wide": torch.arange(width).expand(rows, width),
+        "nothing": torch.zeros(rows, 0),
+        "sample_ids": torch.arange(rows) * 5,
+    }
+
+
+@pytest.mark.parametrize("far", [(), (2,), (1, 2, 3)], ids=["one host", "two hosts", "a host for the driver alone"])
+def test_large_tensors_reach_all_ranks_and_what_these_write_nobody_else(tmp_path, far):
+    def drive(group):
+        given = {**large_batch(), "0-dim": torch.tensor(7)}
+        known = {name: tensor.clone() for name, tensor in given.items()}
+        sums = {name: int(tensor.long().sum()) for name, tensor in known.items()}
+        for _ in range(2):
+            answers = group.call("actor", "checked", given)
+            assert [answer["is_mapped"] for answer in answers] == [far != (1, 2, 3)] + [rank not in far for rank in (1, 2, 3)]
+            for answer in answers:
+                assert answer["sums"] == sums
+                assert answer["shapes"] == [list(tensor.shape) for tensor in given.values()]
+        assert all(torch.equal(given[name], known[name]) for name in known)
+
+    outcome = run(tmp_path, drive, world_size=4, far=far)
+    assert (outcome.code, outcome.message) == (0, "")
+
+
+@pytest.mark.parametrize("far", [(), (3,)], ids=["one host", "two hosts"])
+def test_rows_of_large_tensors_come_back_in_order(tmp_path, far):
+    def drive(group):
+        for rows in (7, 1, 4):  # with one row the second data-parallel rank has none
+            given = large_batch(rows)
+            for _ in range(2):
+                found, _ = group.call("actor", "rows_of", given)
+                assert torch.equal(found["sums"], given["x"].sum(dim=1))
+                assert torch.equal(found["sample_ids"], given["sample_ids"])
+
+    outcome = run(tmp_path, drive, world_size=4, layout=DP2_PP2, far=far)
+    assert (outcome.code, outcome.message) == (0, "")
+
+
+def test_each_rank_gets_large_tensors_of_its_own(tmp_path):
+    def drive(group):
+        shares = [{"x": torch.full((n,), n)} for n in (30_000, 40_000, 50_000)]
+        answers = group.call("actor", "checked", shares)
+        assert [answer["sums"]["x"] for answer in answers] == [n * n for n in (30_000, 40_000, 50_000)]
+        assert [int(share["x"][0]) for share in shares] == [30_000, 40_000, 50_000]
+
+    assert run(tmp_path, drive).code == 0
+
+
+def test_a_tensor_that_a_worker_keeps_does_not_change_and_memory_is_used_again(tmp_path):
+    def drive(group):
+        def give(value):
+            return {"a": torch.full((50_000,), float(value)), "b": torch.full((50_000,), float(value))}
+
+        group.call("actor", "keep", give(1), name="a")
+        group.call("actor", "keep", give(2), name="b")
+        for value in range(5):  # nobody keeps these: they take turns in one memory
+            group.call("actor", "checked", give(value + 3))
+        assert group.call("actor", "means_of_kept") == [[1, 2]] * 3
+        assert group.call("actor", "keep", give(9), name="a") == [3] * 3  # two kept calls and this one
+        group.call("actor", "forget")
+        for value in range(5):
+            group.call("actor", "checked", give(value))
+        assert group.call("actor", "keep", give(9), name="a") == [1] * 3
+        assert len(mapped_rows("rw-s")) == 3
+
+    outcome = run(tmp_path, drive)
+    assert (outcome.code, outcome.message) == (0, "")
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the driver", "another rank"])
+def test_a_rank_killed_with_its_rows_mapped_leaves_no_memory(tmp_path, victim):
+    """Names in /dev/shm and processes that map it are all that could keep it; `wait` sees to the latter."""
+    before = set(os.listdir("/dev/shm"))
+    outcome = run(tmp_path, lambda group: group.call("actor", "die_with_rows", large_batch(), rank=victim))
+    assert f"rank {victim} (host " in outcome.message
+    assert [(tmp_path / f"mapped_{rank}").read_text() for rank in range(3)] == ["1"] * 3
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "megappo" in name or "memfd" in name]
 
 
 # -- the first cause ---------------------------------------------------------------------------------------------------

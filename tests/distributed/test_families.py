@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.models.microbatch import MicroBatching
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
+from tests.distributed.ways import Way
 from tests.models import (
     FAMILIES,
     PLAIN_ADAM,
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_pp2": {"tp": 2, "pp": 2},
     "tp2_pp2_vpp2_sp": {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True},
 }
-WAYS = {"packed": MicroBatching(size=2), "padded": MicroBatching(size=2, packed=False)}
+WAYS = {"packed": Way(size=2), "padded": Way(size=2, packed=False)}
 NEW = [family for family in FAMILIES if family != "llama"]  # that one is test_parity.py's
 CASES = [(family, False) for family in NEW]
 CASES += [pytest.param((family, True), marks=pytest.mark.long) for family in NEW if family != "attention_bias"]
@@ -75,5 +75,5 @@ def test_the_update_is_large_enough_to_see(case: tuple[Path, Any]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_of_a_reward_model_equal_transformers(pool: Pool, tmp_path: Path, family: str) -> None:
     folder = make_model_folder(tmp_path, family, head="value")
-    got = pool.run(4, bodies.values, folder, {"tp": 2, "pp": 2}, BATCH, MicroBatching(size=2))[-1]["values"]
+    got = pool.run(4, bodies.values, folder, {"tp": 2, "pp": 2}, BATCH, Way(size=2))[-1]["values"]
     torch.testing.assert_close(got, transformers_values(folder, BATCH), atol=1e-4, rtol=0)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.models import hidden_log_probs, softmax_blocks
-from megappo.models.heads import vocab_parallel_log_probs_and_entropy
 from megappo.models.hidden_log_probs import log_probs_and_entropy_from_hidden
+from megappo.models.vocab_parallel import VocabularyShard, vocab_parallel_log_probs_and_entropy
 from tests.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -39,14 +39,14 @@ def on_ranks(padded: int, kernel: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     hidden, weight, labels, weights = scene(padded)
     own = slice(rank * padded // world, (rank + 1) * padded // world)
-    how = {"vocab_size": VOCAB, "temperature": TEMPERATURE, "tp_rank": rank, "tp_group": dist.group.WORLD}
+    vocabulary = VocabularyShard(VOCAB, rank, dist.group.WORLD)
     try:
         logits = (hidden @ weight[own].T).requires_grad_()
-        results = vocab_parallel_log_probs_and_entropy(logits, labels, **how)
+        results = vocab_parallel_log_probs_and_entropy(logits, labels, vocabulary, temperature=TEMPERATURE)
         grad = torch.autograd.grad(results, logits, list(weights))[0]
         hidden.requires_grad_()
         part = weight[own].clone().requires_grad_()
-        from_hidden = log_probs_and_entropy_from_hidden(hidden, part, labels, **how)
+        from_hidden = log_probs_and_entropy_from_hidden(hidden, part, labels, vocabulary, temperature=TEMPERATURE)
         grads = torch.autograd.grad(from_hidden, (hidden, part), list(weights))
     finally:
         hidden_log_probs._TILE_ROWS["cpu"], hidden_log_probs._TILE_ELEMENTS["cpu"] = rows, elements
@@ -98,9 +98,7 @@ def one_rank_without_a_chance() -> list[list[float]]:
         torch.tensor([[-inf, -inf], [1e4, -1e4], [nan, 0.0]]),
     ]
     logits = parts[rank].requires_grad_()
-    results = vocab_parallel_log_probs_and_entropy(
-        logits, torch.tensor([1, 2, 0]), vocab_size=4, tp_rank=rank, tp_group=dist.group.WORLD
-    )
+    results = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([1, 2, 0]), VocabularyShard(4, rank, dist.group.WORLD))
     grad = torch.autograd.grad([x[:2] for x in results], logits, [torch.ones(2)] * 2)[0]
     return [*(x.tolist() for x in results), *grad[:2].tolist()]
 

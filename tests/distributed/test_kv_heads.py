@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megappo.models.microbatch import MicroBatching
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
 from tests.distributed.test_update_invariance import HOW, OPTIMIZER, Case, assert_same_update, run
+from tests.distributed.ways import Way
 from tests.models import PLAIN_ADAM, make_batch, make_model_folder, transformers_log_probs, transformers_update
 from tests.pool import Pool
 
@@ -58,7 +58,7 @@ def test_log_probs_and_entropy_equal_transformers_before_and_after_an_update(
     model, want_norm = transformers_update(folder, BATCH, PLAIN_ADAM)
     after = transformers_log_probs(folder, BATCH, model=model)
     for layout in MODELS[family, kv_heads]:
-        way = MicroBatching(size=2, packed=layout != TP4)
+        way = Way(size=2, packed=layout != TP4)
         results = pool.run(world(layout), bodies.log_probs_around_an_update, folder, layout, BATCH, way, PLAIN_ADAM)
         got_before, metrics, got_after = results[-1]
         assert metrics["grad_norm"] == pytest.approx(want_norm, rel=1e-4), layout

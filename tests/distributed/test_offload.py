@@ -11,13 +11,15 @@ import torch
 
 from megappo.actor.actor import Actor, Policy
 from megappo.checkpoint.load import load_weights
+from megappo.config.schema import AlgorithmConfig
 from megappo.errors import RunFailed
 from megappo.models.microbatch import MicroBatching
 from megappo.models.pipeline_model import PipelineModel, Trainee
 from megappo.parallel_state.groups import RoleGroups, create_role_groups
 from megappo.pp_weights.manager import WeightManager
 from megappo.pp_weights.offload import KINDS, ModelMemory, Moved
-from tests.distributed.bodies import layout_for, load_model, own_rows
+from tests.distributed.bodies import layout_for, load_model
+from tests.distributed.ways import Way
 from tests.models import PLAIN_ADAM, make_batch, make_llama_folder
 from tests.pool import Pool
 from tests.reachable import reachable_bytes
@@ -51,25 +53,25 @@ def trainee(folder: Path, layout: dict[str, Any], dtype: str, distributed: bool)
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
     chunks = load_model(folder, groups, layout, dtype=dtype)
     optimizer = replace(PLAIN_ADAM, distributed=distributed)
-    return Trainee(chunks, groups, MicroBatching(size=2), optimizer, "actor"), groups
+    return Trainee(chunks, groups, MicroBatching(), optimizer, "actor"), groups
 
 
 def train(folder: Path, layout: dict[str, Any], dtype: str, distributed: bool, offloads: bool) -> Seen:
     """Score, update and (with `offloads`) leave the device, ten times."""
     model, groups = trainee(folder, layout, dtype, distributed)
     roots = {"chunks": model.chunks, "runnable": model.runnable, "optimizer": model.optimizer}
-    actor, memory = Actor(model, 1.0, 0.2, 0.01), ModelMemory(model.tensors)
+    actor, memory = Actor(model, 1.0, AlgorithmConfig(), 0.01), ModelMemory(model.tensors)
     model.onload = memory.onload
-    rows, seen = own_rows(groups, BATCH), Seen([], [], [], [], [])
+    rows, seen = Way().rows(groups, BATCH), Seen([], [], [], [], [])
     for step in range(1, STEPS + 1):
         if offloads:
             memory.offload(*KINDS)
             seen.moved.append(memory.moved)
             memory.moved = Moved()
             seen.left.append(reachable_bytes(**roots))
-        log_probs = actor.compute_log_probs(rows)[0]
+        log_probs = actor.compute_log_probs(*rows)[0]
         norm = model.parameter_norm()
-        seen.results.append((log_probs, norm, actor.update(rows, step)[1]))
+        seen.results.append((log_probs, norm, actor.update(*rows, step)[1]))
         seen.resident.append(sum(reachable_bytes(**roots).values()))
     seen.parameters = [p.detach().clone() for chunk in model.chunks for p in chunk.parameters()]
     return seen
@@ -116,13 +118,13 @@ def test_step_10_holds_and_moves_what_step_2_did(both: tuple[list[Seen], list[Se
 def frozen(folder: Path) -> tuple[list[Moved], list[Any]]:
     """Three rounds of scoring by a model that is never trained."""
     groups = create_role_groups({"reference": layout_for(folder, {"pp": 2})}, seed=1)["reference"]
-    model = PipelineModel(load_model(folder, groups, {"pp": 2}), groups, MicroBatching(size=2))
+    model = PipelineModel(load_model(folder, groups, {"pp": 2}), groups, MicroBatching())
     memory = ModelMemory(model.tensors)
     model.onload = memory.onload
     moved, scores = [], []
     for _ in range(3):
         moved.append(memory.offload(*KINDS))
-        scores.append(Policy(model, 1.0).compute_log_probs(own_rows(groups, BATCH))[0])
+        scores.append(Policy(model, 1.0).compute_log_probs(*Way().rows(groups, BATCH))[0])
     return moved, scores
 
 
@@ -139,7 +141,7 @@ def publishing(folder: Path, other_folder: Path, distributed: bool) -> Any:
     model, groups = trainee(folder, {"dp": 2}, "float32", distributed)
     memory = ModelMemory(model.tensors)
     model.onload = memory.onload
-    actor, rows = Actor(model, 1.0, 0.2, 0.0), own_rows(groups, BATCH)
+    actor, rows = Actor(model, 1.0, AlgorithmConfig(), 0.0), Way().rows(groups, BATCH)
     with groups.active():
         manager = WeightManager(model.chunks, model.shape, groups, is_active=lambda: groups.is_active)
     checks = []
@@ -156,7 +158,7 @@ def publishing(folder: Path, other_folder: Path, distributed: bool) -> Any:
             checks.append((norm, published))
 
     publish(0)
-    actor.update(rows, 1)
+    actor.update(*rows, 1)
     publish(1)
     memory.offload(*KINDS)
     refusals = []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.models.microbatch import MicroBatching
 from tests.distributed import bodies
+from tests.distributed.ways import Way
 from tests.models import make_batch, transformers_log_probs
 from tests.pool import Pool
 
@@ -28,9 +28,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_vpp2_ends_alone": {"pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "E|ttt|t|L"},
 }
 WAYS = {
-    "packed": MicroBatching(size=2),
-    "padded": MicroBatching(size=2, packed=False),
-    "budget": MicroBatching(size=1, tokens=40),
+    "packed": Way(size=2),
+    "padded": Way(size=2, packed=False),
+    "budget": Way(size=1, tokens=40),
 }
 
 
@@ -39,9 +39,11 @@ def world(layout: dict[str, Any]) -> int:
 
 
 def joined(layout: dict[str, Any], results: list[Any], name: str) -> torch.Tensor:
-    """The last stage's rows, in data-parallel order."""
+    """The last stage's rows, in the order of the batch."""
     dp, tp, pp = layout.get("dp", 1), layout.get("tp", 1), layout.get("pp", 1)
-    return torch.cat([results[(pp - 1) * dp * tp + d * tp][name] for d in range(dp)])
+    found = [results[(pp - 1) * dp * tp + d * tp] for d in range(dp)]
+    rows = torch.cat([result[name] for result in found])
+    return rows[torch.cat([result["sample_ids"] for result in found]).argsort()]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.models.microbatch import MicroBatching
 from megappo.parallel_state.layout import ParallelLayout
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
+from tests.distributed.ways import Way
 from tests.models import PLAIN_ADAM, make_batch, transformers_update
 from tests.pool import Pool
 
@@ -21,23 +21,23 @@ ONE: dict[str, Any] = {}
 PIPELINE: dict[str, Any] = {"pp": 2, "vpp": 2}
 
 
-def scored(pool: Pool, folder: Path, layout: dict[str, Any], batch: dict[str, torch.Tensor], how: MicroBatching) -> torch.Tensor:
+def scored(pool: Pool, folder: Path, layout: dict[str, Any], batch: dict[str, torch.Tensor], how: Way) -> torch.Tensor:
     return pool.run(world(layout), bodies.log_probs, folder, layout, batch, how)[-1]["log_probs"]
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, PIPELINE, {"pp": 4}], ids=["pp2", "pp2_vpp2", "pp4"])
 def test_micro_batches_of_unequal_lengths_go_through_the_pipeline(pool: Pool, llama_folder: Path, layout: dict[str, Any]) -> None:
     batch = make_batch([2, 4, 1, 1], [3, 5, 2, 1])
-    want = scored(pool, llama_folder, ONE, batch, MicroBatching(size=1))
-    torch.testing.assert_close(scored(pool, llama_folder, layout, batch, MicroBatching(size=1)), want, atol=1e-5, rtol=0)
+    want = scored(pool, llama_folder, ONE, batch, Way(size=1))
+    torch.testing.assert_close(scored(pool, llama_folder, layout, batch, Way(size=1)), want, atol=1e-5, rtol=0)
 
 
 def test_sequences_of_a_pack_do_not_see_each_other(pool: Pool, llama_folder: Path) -> None:
     batch = make_batch([2, 3], [1, 2])
     other = {name: value.clone() for name, value in batch.items()}
     other["input_ids"][0, 3] = (batch["input_ids"][0, 3] + 1 - 3) % 58 + 3  # the first sample's last token
-    before = scored(pool, llama_folder, ONE, batch, MicroBatching(size=2))
-    after = scored(pool, llama_folder, ONE, other, MicroBatching(size=2))
+    before = scored(pool, llama_folder, ONE, batch, Way(size=2))
+    after = scored(pool, llama_folder, ONE, other, Way(size=2))
     assert torch.equal(before[1], after[1])
     assert not torch.equal(before[0], after[0])
 
@@ -45,16 +45,16 @@ def test_sequences_of_a_pack_do_not_see_each_other(pool: Pool, llama_folder: Pat
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_padding_changes_nothing(pool: Pool, llama_folder: Path, packed: bool) -> None:
     batch = make_batch([5, 2, 7], [4, 6, 1])
-    together = scored(pool, llama_folder, ONE, batch, MicroBatching(size=3, packed=packed))
+    together = scored(pool, llama_folder, ONE, batch, Way(size=3, packed=packed))
     alone = {name: value[1:2] for name, value in batch.items()}
     wide = {
         **{name: torch.nn.functional.pad(value, (0, 10)) for name, value in batch.items()},
     }
     torch.testing.assert_close(
-        scored(pool, llama_folder, ONE, alone, MicroBatching(size=1, packed=packed))[0], together[1], atol=1e-5, rtol=0
+        scored(pool, llama_folder, ONE, alone, Way(size=1, packed=packed))[0], together[1], atol=1e-5, rtol=0
     )
     torch.testing.assert_close(
-        scored(pool, llama_folder, ONE, wide, MicroBatching(size=3, packed=packed))[:, :6], together, atol=1e-5, rtol=0
+        scored(pool, llama_folder, ONE, wide, Way(size=3, packed=packed))[:, :6], together, atol=1e-5, rtol=0
     )
 
 
@@ -64,7 +64,7 @@ def test_right_padded_prompts_give_what_left_padded_ones_give(pool: Pool, llama_
     moved["input_ids"][1, :5] = torch.tensor([*batch["input_ids"][1, 3:5].tolist(), 0, 0, 0])
     moved["attention_mask"][1, :5] = torch.tensor([True, True, False, False, False])
     for packed in (True, False):
-        how = MicroBatching(size=2, packed=packed)
+        how = Way(size=2, packed=packed)
         torch.testing.assert_close(
             scored(pool, llama_folder, ONE, moved, how), scored(pool, llama_folder, ONE, batch, how), atol=1e-5, rtol=0
         )
@@ -78,7 +78,7 @@ def test_packs_of_bfloat16_come_in_few_lengths_on_a_cpu(pool: Pool, llama_folder
 @pytest.mark.parametrize("layout", [ONE, PIPELINE, {"tp": 2, "pp": 2}], ids=["one", "pp2_vpp2", "tp2_pp2"])
 def test_the_ratio_is_one_at_the_first_mini_batch(pool: Pool, llama_folder: Path, layout: dict[str, Any]) -> None:
     batch = make_batch([5, 2, 7, 3], [4, 6, 1, 5])
-    results = pool.run(world(layout), bodies.first_update_after_scoring, llama_folder, layout, batch, MicroBatching(size=2))
+    results = pool.run(world(layout), bodies.first_update_after_scoring, llama_folder, layout, batch, Way(size=2))
     metrics = results[-1]
     assert metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["clipfrac"] == 0.0
@@ -88,7 +88,7 @@ def test_the_ratio_is_one_at_the_first_mini_batch(pool: Pool, llama_folder: Path
 @pytest.mark.parametrize("layout", [ONE, PIPELINE], ids=["one", "pp2_vpp2"])
 def test_an_update_equals_plain_autograd_and_adam_on_transformers(pool: Pool, llama_folder: Path, layout: dict[str, Any]) -> None:
     batch = make_batch([5, 1, 3, 3], [2, 4, 1, 6])
-    results = pool.run(world(layout), bodies.one_update, llama_folder, layout, None, batch, MicroBatching(size=2), PLAIN_ADAM)
+    results = pool.run(world(layout), bodies.one_update, llama_folder, layout, None, batch, Way(size=2), PLAIN_ADAM)
     got = bodies.assemble([r[2]["actor"] for r in results])
     model, norm = transformers_update(llama_folder, batch, PLAIN_ADAM, entropy_coef=0.01)
     assert results[-1][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)

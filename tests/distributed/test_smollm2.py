@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.models.microbatch import MicroBatching
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
+from tests.distributed.ways import Way
 from tests.models import make_batch, transformers_log_probs
 from tests.pool import Pool
 
@@ -27,6 +27,6 @@ pytestmark = [
 def test_log_probs_of_smollm2_equal_transformers(pool: Pool, layout: dict[str, Any], packed: bool) -> None:
     batch = make_batch([30, 12, 41], [9, 16, 5], vocab_size=49152)
     want, want_entropy = transformers_log_probs(FOLDER, batch)
-    found = pool.run(world(layout), bodies.log_probs, FOLDER, layout, batch, MicroBatching(size=2, packed=packed))[-1]
+    found = pool.run(world(layout), bodies.log_probs, FOLDER, layout, batch, Way(size=2, packed=packed))[-1]
     torch.testing.assert_close(found["log_probs"], want, atol=1e-3, rtol=0)
     torch.testing.assert_close(found["entropy"], want_entropy, atol=1e-3, rtol=0)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megappo.config.schema import OptimizerConfig
-from megappo.models.microbatch import MicroBatching
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
+from tests.distributed.ways import Way
 from tests.models import make_batch
 from tests.pool import Pool
 
@@ -22,10 +22,10 @@ LR = 1e-3
 # eps above the rounding error of a gradient: below it Adam's first step turns rounding into whole learning rates.
 OPTIMIZER = OptimizerConfig(lr=LR, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
 DISTRIBUTED = replace(OPTIMIZER, distributed=True)
-HOW = MicroBatching(size=2)
+HOW = Way(size=2)
 BATCH = make_batch([5, 1, 9, 3, 2, 4, 6, 3], [7, 4, 1, 6, 12, 2, 3, 8])
 
-Case = tuple[dict[str, Any], dict[str, Any] | None, MicroBatching, OptimizerConfig]
+Case = tuple[dict[str, Any], dict[str, Any] | None, Way, OptimizerConfig]
 CASES: dict[str, Case] = {
     "pp2": ({"pp": 2}, None, HOW, OPTIMIZER),
     "pp2_vpp2": ({"pp": 2, "vpp": 2}, None, HOW, OPTIMIZER),
@@ -42,11 +42,11 @@ CASES: dict[str, Case] = {
     "pp2_vpp2_ends_alone": ({"pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "E|tt|tt|L"}, None, HOW, OPTIMIZER),
     "pp3_empty_stage_distributed": ({"pp": 3, "pipeline_model_parallel_layout": "Ettt||tL"}, None, HOW, DISTRIBUTED),
     "actor_pp2_vpp2_critic_tp2": ({"pp": 2, "vpp": 2}, {"tp": 2}, HOW, OPTIMIZER),
-    "micro_batch_1": ({}, None, MicroBatching(size=1), OPTIMIZER),
-    "micro_batch_4": ({}, None, MicroBatching(size=4), OPTIMIZER),
-    "micro_batch_3_pp2_vpp2": ({"pp": 2, "vpp": 2}, None, MicroBatching(size=3), OPTIMIZER),
-    "padded": ({"pp": 2}, None, MicroBatching(size=4, packed=False), OPTIMIZER),
-    "token_budget": ({"pp": 2, "vpp": 2}, None, MicroBatching(size=1, tokens=30), OPTIMIZER),
+    "micro_batch_1": ({}, None, Way(size=1), OPTIMIZER),
+    "micro_batch_4": ({}, None, Way(size=4), OPTIMIZER),
+    "micro_batch_3_pp2_vpp2": ({"pp": 2, "vpp": 2}, None, Way(size=3), OPTIMIZER),
+    "padded": ({"pp": 2}, None, Way(size=4, packed=False), OPTIMIZER),
+    "token_budget": ({"pp": 2, "vpp": 2}, None, Way(size=1, tokens=30), OPTIMIZER),
 }
 
 

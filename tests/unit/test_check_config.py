@@ -417,6 +417,15 @@ class TestFiles:
         (error,) = problems()
         assert error.startswith("model.path='m' has no .safetensors file")
 
+    def test_a_critic_that_starts_fresh_needs_no_weights(self, here: Path) -> None:
+        write_model(here / "sizes", num_hidden_layers=2)
+        (here / "sizes" / "model.safetensors").unlink()
+        (error,) = problems("critic.path=sizes")
+        assert error.startswith("critic.path='sizes' has no .safetensors file")
+        assert check("critic.path=sizes", "critic.start=fresh").shapes["critic"].num_layers == 2
+        (error,) = problems("critic.path=nowhere", "critic.start=fresh")  # its sizes it does need
+        assert error.startswith("critic.path='nowhere' is not a folder")
+
     def test_a_missing_tokenizer_is_refused(self, here: Path) -> None:
         (error,) = problems("model.tokenizer=nowhere.model")
         assert error.startswith("model.tokenizer='nowhere.model' does not exist")

@@ -6,18 +6,23 @@ Over ranks: tests/distributed. Each runs twice: in the loops that numba compiles
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.weights_memory import LiveStorages
+from benchmarks.memory import LiveStorages
 from megappo.models import hidden_log_probs, softmax_blocks, vocab_parallel
-from megappo.models.heads import ValueHead, vocab_parallel_log_probs_and_entropy
 from megappo.models.hidden_log_probs import log_probs_and_entropy_from_hidden, log_probs_from_hidden
-from megappo.models.packed_log_probs import log_probs_from_packed_logits
-from megappo.models.vocab_parallel import vocab_parallel_log_probs_from_logits
+from megappo.models.policy_head import PolicyHead
+from megappo.models.value_head import ValueHead
+from megappo.models.vocab_parallel import (
+    VocabularyShard,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_from_logits,
+)
 
 
 @pytest.fixture(params=["numba", "torch", "torch in chunks"])
@@ -56,7 +61,7 @@ def test_values_and_gradients_equal_plain_torch(path: str, temperature: float, w
     reference = logits.detach().double().requires_grad_()
     labels = torch.randint(0, width, (33,))
     weights = torch.randn(2, 33)
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=width, temperature=temperature)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(width), temperature=temperature)
     want, want_entropy = plain(reference, labels, temperature)
     close(log_probs, want)
     close(entropy, want_entropy)
@@ -72,7 +77,7 @@ def test_the_gradient_of_either_result_alone(path: str, which: int) -> None:
     logits = torch.randn(7, 40, requires_grad=True)
     reference = logits.detach().double().requires_grad_()
     labels = torch.arange(7)
-    vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=40)[which].sum().backward()
+    vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(40))[which].sum().backward()
     plain(reference, labels)[which].sum().backward()
     assert logits.grad is not None and reference.grad is not None
     close(logits.grad, reference.grad)
@@ -82,8 +87,8 @@ def test_log_probs_without_entropy_are_the_same(path: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 3, 70, requires_grad=True)
     labels = torch.randint(0, 64, (4, 3))
-    both, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=64, temperature=0.7)
-    alone = vocab_parallel_log_probs_from_logits(logits, labels, vocab_size=64, temperature=0.7)
+    both, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(64), temperature=0.7)
+    alone = vocab_parallel_log_probs_from_logits(logits, labels, VocabularyShard(64), temperature=0.7)
     assert alone.shape == entropy.shape == (4, 3)
     assert torch.equal(alone, both)
     weights = torch.randn(4, 3)
@@ -97,7 +102,7 @@ def test_half_precision_logits_are_computed_in_float32(path: str, dtype: torch.d
     logits = (torch.randn(20, 3000) * 4).to(dtype).requires_grad_()
     reference = logits.detach().double().requires_grad_()
     labels = torch.randint(0, 3000, (20,))
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=3000)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(3000))
     want, want_entropy = plain(reference, labels)
     assert log_probs.dtype == entropy.dtype == torch.float32
     close(log_probs, want)
@@ -118,10 +123,10 @@ def test_padded_columns_never_count(path: str, padding: float) -> None:
     logits = torch.randn(5, 64)
     labels = torch.randint(0, 61, (5,))
     alone = logits[:, :61].clone().requires_grad_()
-    want = vocab_parallel_log_probs_and_entropy(alone, labels, vocab_size=61)
+    want = vocab_parallel_log_probs_and_entropy(alone, labels, VocabularyShard(61))
     logits[:, 61:] = padding
     logits.requires_grad_()
-    got = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=61)
+    got = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(61))
     torch.testing.assert_close(got, want)
     sum(want).sum().backward()  # type: ignore[union-attr]
     sum(got).sum().backward()  # type: ignore[union-attr]
@@ -133,7 +138,7 @@ def test_padded_columns_never_count(path: str, padding: float) -> None:
 def test_the_logits_are_left_as_they_were(path: str) -> None:
     logits = torch.randn(5, 8, requires_grad=True)
     before = logits.detach().clone()
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([0, 1, 2, 3, 4]), vocab_size=8)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([0, 1, 2, 3, 4]), VocabularyShard(8))
     (log_probs.sum() + entropy.sum()).backward()
     assert torch.equal(logits, before)
 
@@ -142,10 +147,10 @@ def test_logits_handed_over_become_their_gradient(path: str) -> None:
     torch.manual_seed(0)
     hidden, labels = torch.randn(9, 70, requires_grad=True), torch.arange(9)
     want = torch.autograd.grad(
-        vocab_parallel_log_probs_and_entropy(hidden * 2, labels, vocab_size=61), hidden, [torch.ones(9)] * 2
+        vocab_parallel_log_probs_and_entropy(hidden * 2, labels, VocabularyShard(61)), hidden, [torch.ones(9)] * 2
     )
     logits = hidden * 2
-    results = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=61, overwrite_logits=True)
+    results = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(61), overwrite_logits=True)
     got = torch.autograd.grad(results, hidden, [torch.ones(9)] * 2, retain_graph=True)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(logits.detach() * 2, got[0])
@@ -153,15 +158,32 @@ def test_logits_handed_over_become_their_gradient(path: str) -> None:
         torch.autograd.grad(results, hidden, [torch.ones(9)] * 2)
 
 
+def test_the_policy_head_hands_its_logits_over() -> None:
+    model: Any = SimpleNamespace(
+        groups=SimpleNamespace(coordinates=SimpleNamespace(tp=0), layout=SimpleNamespace(tp=1)),
+        shape=SimpleNamespace(vocab_size=61),
+        chunks=[SimpleNamespace(log_probs_from="logits")],
+    )
+    head, labels = PolicyHead(model, 0.7), torch.arange(9)
+    for results_of in (lambda x: [head.log_probs(x, labels)], lambda x: head.log_probs_and_entropy(x, labels)):
+        logits = torch.randn(9, 70, requires_grad=True) * 1
+        want = [x.detach() for x in plain(logits[:, :61], labels, 0.7)]
+        results = results_of(logits)
+        for got, wanted in zip(results, want, strict=False):
+            close(got, wanted)
+        sum(results).sum().backward()
+        assert not logits[:, 61:].any(), "the gradient is not in their place"
+
+
 def test_a_certain_token_has_log_prob_zero_and_no_entropy(path: str) -> None:
     logits = torch.tensor([[1000.0, -1000.0, 0.0]])
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([0]), vocab_size=3)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([0]), VocabularyShard(3))
     assert log_probs.tolist() == [0.0] and entropy.tolist() == [0.0]
 
 
 def test_a_uniform_distribution_by_hand(path: str) -> None:
     logits = torch.zeros(1, 4, requires_grad=True)
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([2]), vocab_size=4)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([2]), VocabularyShard(4))
     assert log_probs.tolist() == pytest.approx([-1.3862944]) and entropy.tolist() == pytest.approx([1.3862944])
     log_probs.sum().backward()
     assert logits.grad is not None and logits.grad.tolist() == [[-0.25, -0.25, 0.75, -0.25]]
@@ -176,7 +198,7 @@ def test_extreme_logits_stay_finite(path: str) -> None:
     logits.requires_grad_()
     reference = logits.detach().double().requires_grad_()
     labels = torch.randint(4000, 5000, (16,))
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=5000)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(5000))
     want, want_entropy = plain(reference.clamp(min=-1e300), labels)
     torch.testing.assert_close(log_probs.double(), want, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-5, atol=1e-5)
@@ -191,14 +213,14 @@ def test_extreme_logits_stay_finite(path: str) -> None:
 def test_nan_and_infinity_are_seen_in_their_row_alone(path: str, poison: float, column: int) -> None:
     logits = torch.randn(3, 5000)
     logits[1, column] = poison
-    results = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([1, 2, 3]), vocab_size=5000)
+    results = vocab_parallel_log_probs_and_entropy(logits, torch.tensor([1, 2, 3]), VocabularyShard(5000))
     for result in results:
         assert result.isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("label", [-100, -1, 61, 64])
 def test_a_label_outside_the_vocabulary_is_nan(path: str, label: int) -> None:
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(torch.randn(2, 64), torch.tensor([3, label]), vocab_size=61)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(torch.randn(2, 64), torch.tensor([3, label]), VocabularyShard(61))
     assert log_probs.isnan().tolist() == [False, True]
     assert entropy.isfinite().all()
 
@@ -207,7 +229,7 @@ def test_a_label_outside_the_vocabulary_is_nan(path: str, label: int) -> None:
 def test_no_token_is_no_result(path: str, shape: tuple[int, ...]) -> None:
     logits = torch.empty(shape, requires_grad=True)
     labels = torch.empty(shape[:-1], dtype=torch.int64)
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=7)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(7))
     assert log_probs.shape == entropy.shape == shape[:-1]
     (log_probs.sum() + entropy.sum()).backward()
     assert logits.grad is not None and logits.grad.shape == shape
@@ -220,8 +242,8 @@ def test_logits_with_gaps_between_their_rows_or_columns(path: str) -> None:
         count = logits.shape[1]
         if count < 6:
             labels = labels % count
-        got = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=count)
-        torch.testing.assert_close(got, vocab_parallel_log_probs_and_entropy(logits.contiguous(), labels, vocab_size=count))
+        got = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(count))
+        torch.testing.assert_close(got, vocab_parallel_log_probs_and_entropy(logits.contiguous(), labels, VocabularyShard(count)))
 
 
 def test_gradients_agree_with_differences() -> None:
@@ -229,7 +251,7 @@ def test_gradients_agree_with_differences() -> None:
     logits = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([0, 8, 3])
     assert torch.autograd.gradcheck(
-        lambda x: vocab_parallel_log_probs_and_entropy(x, labels, vocab_size=9, temperature=0.7), (logits,)
+        lambda x: vocab_parallel_log_probs_and_entropy(x, labels, VocabularyShard(9), temperature=0.7), (logits,)
     )
 
 
@@ -239,7 +261,7 @@ def test_gradients_from_hidden_states_agree_with_differences(tiles: None) -> Non
     weight = torch.randn(41, 4, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 37, (12,))
     assert torch.autograd.gradcheck(
-        lambda x, w: log_probs_and_entropy_from_hidden(x, w, labels, vocab_size=37, temperature=0.7), (hidden, weight)
+        lambda x, w: log_probs_and_entropy_from_hidden(x, w, labels, VocabularyShard(37), temperature=0.7), (hidden, weight)
     )
 
 
@@ -249,13 +271,13 @@ def test_results_from_hidden_states_equal_those_from_their_logits(path: str, til
     hidden, weight = torch.randn(3, 11, 16).to(dtype).requires_grad_(), torch.randn(64, 16).to(dtype).requires_grad_()
     labels, weights = torch.randint(0, 61, (3, 11)), torch.randn(2, 3, 11)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    got = log_probs_and_entropy_from_hidden(hidden, weight, labels, vocab_size=61, temperature=0.6)
+    got = log_probs_and_entropy_from_hidden(hidden, weight, labels, VocabularyShard(61), temperature=0.6)
     if dtype == torch.float32:
         wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
         want = plain((wide[0] @ wide[1].T)[..., :61], labels, 0.6)
     else:  # a matmul of other shape rounds other logits the other way
         wide = hidden, weight
-        want = vocab_parallel_log_probs_and_entropy(hidden @ weight.T, labels, vocab_size=61, temperature=0.6)
+        want = vocab_parallel_log_probs_and_entropy(hidden @ weight.T, labels, VocabularyShard(61), temperature=0.6)
     for one, other in zip(got, want, strict=True):
         close(one, other.double(), tolerance)
     grads = torch.autograd.grad(got, (hidden, weight), list(weights))
@@ -264,18 +286,18 @@ def test_results_from_hidden_states_equal_those_from_their_logits(path: str, til
     ):
         close(grad, expected.double(), tolerance)
     assert not grads[1][61:].any()
-    torch.testing.assert_close(log_probs_from_hidden(hidden, weight, labels, vocab_size=61, temperature=0.6), got[0])
+    torch.testing.assert_close(log_probs_from_hidden(hidden, weight, labels, VocabularyShard(61), temperature=0.6), got[0])
 
 
 def test_hidden_states_and_weight_need_not_both_want_gradients(tiles: None) -> None:
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(12, 4), torch.randn(41, 4), torch.arange(12)
     pair = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    want = torch.autograd.grad(log_probs_from_hidden(*pair, labels, vocab_size=41).sum(), pair)
+    want = torch.autograd.grad(log_probs_from_hidden(*pair, labels, VocabularyShard(41)).sum(), pair)
     for which in (0, 1):
         pair = [hidden.clone(), weight.clone()]
         pair[which].requires_grad_()
-        got = torch.autograd.grad(log_probs_from_hidden(*pair, labels, vocab_size=41).sum(), pair[which])
+        got = torch.autograd.grad(log_probs_from_hidden(*pair, labels, VocabularyShard(41)).sum(), pair[which])
         assert torch.equal(got[0], want[which])
 
 
@@ -284,12 +306,12 @@ def test_padded_rows_of_the_weight_and_no_token_are_harmless(path: str) -> None:
     weight[6:] = float("nan")
     weight.requires_grad_()
     hidden = torch.randn(5, 4, requires_grad=True)
-    log_probs_from_hidden(hidden, weight, torch.arange(5), vocab_size=6).sum().backward()
+    log_probs_from_hidden(hidden, weight, torch.arange(5), VocabularyShard(6)).sum().backward()
     assert weight.grad is not None and hidden.grad is not None
     assert weight.grad.isfinite().all() and hidden.grad.isfinite().all() and not weight.grad[6:].any()
     weight.grad = None
     none = torch.empty(0, 4, requires_grad=True)
-    log_probs_from_hidden(none, weight, torch.empty(0, dtype=torch.int64), vocab_size=6).sum().backward()
+    log_probs_from_hidden(none, weight, torch.empty(0, dtype=torch.int64), VocabularyShard(6)).sum().backward()
     assert weight.grad is not None and not weight.grad.any() and none.grad is not None
 
 
@@ -311,14 +333,14 @@ def test_memory_beside_the_logits_and_their_gradient_is_small(
     labels = torch.arange(400)
 
     def run() -> None:
-        results = vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=20_000, overwrite_logits=overwrite)
+        results = vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(20_000), overwrite_logits=overwrite)
         torch.autograd.grad(results, logits, [torch.ones(400)] * 2)
 
     run()
     gradient = 0 if overwrite else logits.nbytes
     assert 0 <= peak(run, logits, labels) - gradient <= 0.05 * logits.nbytes
     assert (
-        peak(lambda: vocab_parallel_log_probs_and_entropy(logits, labels, vocab_size=20_000), logits, labels)
+        peak(lambda: vocab_parallel_log_probs_and_entropy(logits, labels, VocabularyShard(20_000)), logits, labels)
         < 0.05 * logits.nbytes
     )
 
@@ -329,47 +351,32 @@ def test_hidden_states_never_meet_a_whole_block_of_logits(monkeypatch: pytest.Mo
     labels, ones = torch.arange(128), [torch.ones(128)] * 2
 
     def ours() -> None:
-        torch.autograd.grad(log_probs_and_entropy_from_hidden(hidden, weight, labels, vocab_size=32_000), (hidden, weight), ones)
+        torch.autograd.grad(
+            log_probs_and_entropy_from_hidden(hidden, weight, labels, VocabularyShard(32_000)), (hidden, weight), ones
+        )
 
     gradients = hidden.nbytes + weight.nbytes
     logits = 128 * 32_000 * 4
     assert 0 <= peak(ours, hidden, weight, labels) - gradients <= logits / 20
 
 
-def test_packed_sentences_never_score_across_their_borders(path: str) -> None:
-    torch.manual_seed(0)
-    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]], dtype=torch.bool)
-    ids, padded = torch.randint(0, 30, (3, 6)), torch.randn(3, 6, 32)
-    packed_ids, packed = ids[mask][None], padded[mask]
-    got = log_probs_from_packed_logits(packed, packed_ids, mask, 3, vocab_size=30, temperature=0.8)
-    want = torch.zeros(3, 3)
-    for i in range(3):
-        for column in range(3, 6):
-            if mask[i, column] and mask[i, column - 1]:
-                want[i, column - 3] = (padded[i, column - 1, :30] / 0.8).log_softmax(-1)[ids[i, column]]
-    torch.testing.assert_close(got, want)
-    assert got[2, 1] == 0  # a sentence's first token has nobody in front of it
-
-    moved = packed.clone()
-    moved[3] = 100 * torch.randn(32)  # behind the last token of the first sentence
-    assert torch.equal(log_probs_from_packed_logits(moved, packed_ids, mask, 3, vocab_size=30, temperature=0.8), got)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: vocab_parallel_log_probs_from_logits(torch.ones(2, 4), torch.zeros(3, dtype=torch.int64), vocab_size=4),
+            lambda: vocab_parallel_log_probs_from_logits(torch.ones(2, 4), torch.zeros(3, dtype=torch.int64), VocabularyShard(4)),
             "labels",
         ),
         (
             lambda: vocab_parallel_log_probs_from_logits(
-                torch.ones(2, 4), torch.zeros(2, dtype=torch.int64), vocab_size=4, temperature=0.0
+                torch.ones(2, 4), torch.zeros(2, dtype=torch.int64), VocabularyShard(4), temperature=0.0
             ),
             "temperature=0.0",
         ),
         (
-            lambda: log_probs_from_hidden(torch.ones(2, 4), torch.ones(5, 3), torch.zeros(2, dtype=torch.int64), vocab_size=5),
+            lambda: log_probs_from_hidden(
+                torch.ones(2, 4), torch.ones(5, 3), torch.zeros(2, dtype=torch.int64), VocabularyShard(5)
+            ),
             "does not fit weight",
         ),
     ],

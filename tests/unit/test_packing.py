@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megappo.controller.dispatch import split_rows
 from megappo.data import packing
 from megappo.data.balance import imbalance
-from megappo.data.packing import BatchPlan, groups_by_number, micro_batches, pack_by_tokens, padding_share, plan_batch
+from megappo.data.packing import BatchPlan, groups_by_number, micro_batches, pack_by_tokens, plan_batch
 
 
 def first_fit_decreasing(lengths, budget):
@@ -195,10 +195,7 @@ def test_forward_calls_and_padding_of_a_fixed_list():
     lengths = [50, 100, 150, 200] * 4
     train, score = (plan_batch(lengths, budget=budget) for budget in (500, 1000))
     assert (train.num_micro_batches, score.num_micro_batches) == (4, 2)
-    assert train.describe(lengths)["padding_share"] == 0
-    assert train.describe(lengths, width=200)["padding_share"] == 1 - 125 / 200
     assert train.describe(lengths)["micro_batch_imbalance"] == 0
-    assert padding_share([3, 4], [[0], [1], []], multiple=4) == 1 - 7 / 8
 
 
 @pytest.mark.parametrize(

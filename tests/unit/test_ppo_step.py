@@ -1,4 +1,4 @@
-"""What does the driver make of a step in which rewards fail? `PPO` over workers, engine and scorer that only take notes."""
+"""What does the driver make of a step? `PPO` over workers, engine and scorer that only take notes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megappo.config.check import Plan
 from megappo.config.resolve import resolve
 from megappo.config.schema import ActorConfig, AlgorithmConfig, Config, CriticConfig, TrainerConfig
 from megappo.data.prompts import PromptRow
+from megappo.parallel_state.layout import ParallelLayout
 from megappo.rewards.score import Scores
 from megappo.rollout.engine import Completion
 from megappo.trainer.ppo import PPO
 from megappo.trainer.rollout import to_rows
+from megappo.trainer.sampling import Sampler
 
 RESPONSES = [(5, 6, 2), (7, 2), (8, 9, 4, 2), (3, 2)]  # of samples 0 to 3
 SCORES = (1.0, -50.0, 0.5, 70.0)
@@ -28,26 +31,27 @@ class Workers:
 
     world_size = 1
 
-    def __init__(self) -> None:
+    def __init__(self, skip: str | None = None) -> None:
         self.updates: dict[str, list[dict[str, Tensor]]] = {"actor": [], "critic": []}
+        self.skip = skip
 
     def call(self, role: str, method: str, /, tensors: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
         if method == "update":
             assert tensors is not None
             self.updates[role].append(tensors)
-            return {}, {"loss": 1.0}
+            return {}, {"loss": 1.0} if self.skip is None else {"skipped": self.skip}
         if method in ("compute_log_probs", "compute_values"):
             assert tensors is not None
             mask = tensors["response_mask"]
             ids = tensors["input_ids"][:, -mask.shape[1] :] * mask
-            return {"log_probs": -ids / 10, "values": ids / 5}, {}
+            return ({"log_probs": -ids / 10} if method == "compute_log_probs" else {"values": ids / 5}), {}
         return [{"offload": {}, "publish": {"weights/bytes": 8.0}}.get(method, 1.0)]
 
     def close(self) -> None: ...
 
 
-def step(samples: Sequence[int], skipped: Sequence[int] = (), mini_batch_size: int = 2) -> tuple[PPO, dict[str, float], Workers]:
-    """One step on these samples, of which some are skipped (numbers as in RESPONSES)."""
+def make_ppo(samples: Sequence[int], skipped: Sequence[int], config: Config, workers: Workers, dp: int = 1) -> PPO:
+    """A run on these samples, of which some are skipped (numbers as in RESPONSES)."""
     rows = [PromptRow(i, (i + 10,) * (i + 1), "p", "1", id=f"row {i}") for i in samples]
     answers = [Completion(RESPONSES[i], tuple(-t / 10 for t in RESPONSES[i]), "stop" if i else "length", 0) for i in samples]
     is_skipped = tuple(i in skipped for i in samples)
@@ -57,20 +61,31 @@ def step(samples: Sequence[int], skipped: Sequence[int] = (), mini_batch_size: i
         is_skipped,
         {"half": tuple(math.nan if bad else SCORES[i] / 2 for i, bad in zip(samples, is_skipped, strict=True))},
     )
-    config = resolve(
-        Config(
-            actor=ActorConfig(mini_batch_size=mini_batch_size),
-            critic=CriticConfig(mini_batch_size=mini_batch_size),
-            algorithm=AlgorithmConfig(kl_coef=0.1),
-            trainer=TrainerConfig(batch_size=len(samples)),
-        )
-    )
-    workers = Workers()
-    engine = SimpleNamespace(generate=lambda *_: answers, weight_version=1)
+    engine: Any = SimpleNamespace(generate=lambda *_: answers, weight_version=1)
     tokenizer: Any = SimpleNamespace(eos_ids=(2,), pad_id=0, decode=lambda ids: " ".join(map(str, ids)))
     prompts: Any = SimpleNamespace(next_batch=lambda n: rows)
-    scorer: Any = SimpleNamespace(score=lambda requests: scores)
-    ppo = PPO(config, workers, engine, tokenizer, prompts, scorer)  # type: ignore[arg-type]
+    scorer: Any = SimpleNamespace(score=lambda requests, may_skip_all: scores)
+    config = resolve(config)
+    plan = Plan(config, {}, dict.fromkeys(("actor", "critic", "reference"), ParallelLayout(2, dp=dp)))
+    return PPO(plan, workers, engine, Sampler(config, engine, tokenizer, prompts, scorer))
+
+
+def make_config(num_samples: int, mini_batch_size: int = 2, **sections: Any) -> Config:
+    algorithm = sections.pop("algorithm", AlgorithmConfig(kl_coef=0.1))
+    return Config(
+        actor=ActorConfig(mini_batch_size=mini_batch_size),
+        critic=sections.pop("critic", CriticConfig(mini_batch_size=mini_batch_size)),
+        algorithm=algorithm,
+        trainer=sections.pop("trainer", TrainerConfig(batch_size=num_samples)),
+        **sections,
+    )
+
+
+def step(
+    samples: Sequence[int], skipped: Sequence[int] = (), mini_batch_size: int = 2, dp: int = 1, **sections: Any
+) -> tuple[PPO, dict[str, float], Workers]:
+    workers = Workers()
+    ppo = make_ppo(samples, skipped, make_config(len(samples), mini_batch_size, **sections), workers, dp)
     return ppo, ppo.step(1), workers
 
 
@@ -110,7 +125,7 @@ def test_skipped_samples_are_counted_and_their_lengths_too() -> None:
 
 
 def test_a_mini_batch_of_skipped_samples_is_no_update() -> None:
-    _, _, workers = step([0, 1, 2, 3], skipped=[1, 2, 3], mini_batch_size=1)
+    _, _, workers = step([0, 1, 2, 3], skipped=[1, 2, 3], mini_batch_size=1, trainer=TrainerConfig(batch_size=4, max_skips=4))
     for role in ("actor", "critic"):
         (only,) = workers.updates[role]
         assert only["input_ids"][0, -4 - 1] == 10  # sample 0's prompt
@@ -118,8 +133,12 @@ def test_a_mini_batch_of_skipped_samples_is_no_update() -> None:
 
 def test_rollouts_tell_a_skipped_sample_from_one_that_scored_0() -> None:
     ppo, _, _ = step([0, 1], skipped=[1])
-    kept, skipped = to_rows(ppo.samples, ppo.scores)
+    assert ppo.sampled is not None
+    samples, scores = ppo.sampled.samples, ppo.sampled.scores
+    kept, skipped = to_rows(samples, scores)
     assert (kept.skipped, kept.reward, kept.reward_parts) == (False, 1.0, {"half": 0.5})
     assert skipped.skipped and math.isnan(skipped.reward) and math.isnan(skipped.reward_parts["half"])
-    whole = replace(ppo.scores, skipped=(False, False), failed=(False, False))
-    assert [row.reward for row in to_rows(ppo.samples, whole)] == [1.0, 0.0]
+    assert (kept.learnt, skipped.learnt) == (True, False)
+    whole = replace(scores, skipped=(False, False), failed=(False, False))
+    assert [row.reward for row in to_rows(samples, whole)] == [1.0, 0.0]
+    assert [row.learnt for row in to_rows(samples, whole, learnt={1})] == [False, True]

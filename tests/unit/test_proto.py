@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megappo.algorithms.masking import masked_mean
 from megappo.controller.wire import decode, encode, plain
 from megappo.data.proto import DataProto, pad_dataproto_to_divisor, union_tensor_dict, unpad_dataproto
-from megappo.trainer.batch import mini_batches
 
 
 def make(rows=4, **meta):
@@ -235,9 +234,6 @@ def test_mini_batches_hold_each_row_once_an_epoch(rows, size, epochs, seed):
     for epoch in range(epochs):
         assert sorted(seen[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
     assert parts == [ids(part) for part in make(rows).make_iterator(size, epochs, seed)]
-    # The trainer's own mini-batches of plain tensors come in the same order.
-    plain_parts = mini_batches({"input_ids": torch.arange(rows)}, size, epochs, seed, ("input_ids",))
-    assert parts == [part["input_ids"].tolist() for part in plain_parts]
 
 
 def test_epochs_and_seeds_differ_and_nobodys_generator_is_touched():

@@ -55,6 +55,7 @@ def decoder_shape(config: dict[str, Any], family: str, *, bias_keys: Collection[
         "qkv_bias": bool(config.get("attention_bias")),
         "proj_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
+        "initializer_range": config.get("initializer_range", 0.02),
     }
     theta, scaling = _rope(config)
     return ModelShape(

@@ -1,4 +1,4 @@
-"""What does a model's last stage compute? Vocabulary-parallel log-probs and entropy; a scalar value.
+"""What does a value model compute in place of logits? `ValueHead`, a scalar a token.
 
 legend: n scored tokens, h hidden size
 """
@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-
-from megappo.models.vocab_parallel import vocab_parallel_log_probs_and_entropy
-
-__all__ = ["ValueHead", "vocab_parallel_log_probs_and_entropy"]
 
 
 class ValueHead(nn.Module):

@@ -7,15 +7,21 @@ Each part runs in a process of its own under MEGAPPO_PEERS_PY. Both sides of a r
 
 from __future__ import annotations
 
-from benchmarks import algorithms_batches, algorithms_gae, algorithms_heads
+from benchmarks import algorithms_batches, algorithms_gae, algorithms_heads, algorithms_workers
 from benchmarks.parts import peers_python, run
-from benchmarks.report import report
+from benchmarks.report import Row, report
 
-PARTS = {"algorithms_gae": algorithms_gae, "algorithms_batches": algorithms_batches, "algorithms_heads": algorithms_heads}
+PARTS = {
+    "algorithms_gae": algorithms_gae,
+    "algorithms_batches": algorithms_batches,
+    "algorithms_heads": algorithms_heads,
+    "algorithms_workers": algorithms_workers,
+}
 
 
 def main() -> None:
-    rows, versions = [], {}
+    rows: list[Row] = []
+    versions: dict[str, str] = {}
     for name, part in PARTS.items():
         found = run(name, python=peers_python())
         rows += part.rows(found)

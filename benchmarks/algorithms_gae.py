@@ -23,7 +23,7 @@ from megappo.algorithms.advantages import gae, gae_by_blocks
 from megappo.algorithms.masking import masked_whiten
 
 GAMMA, LAMBDA = 0.99, 0.95
-VERL_SIZES = {"256x2048": (256, 2048, 7), "64x32768": (64, 32768, 3)}  # samples, width, rounds
+VERL_SIZES = {"256x2048": (256, 2048, 21), "64x32768": (64, 32768, 5)}  # samples, width, rounds
 SLIME_SIZE = (512, 1024, 21)
 GOALS = {"256x2048": 30, "64x32768": 100}
 FALLBACK_GOAL = 10

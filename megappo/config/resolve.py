@@ -71,7 +71,8 @@ def _resolved(algorithm: AlgorithmConfig, max_new_tokens: int) -> AlgorithmConfi
 
 
 def _with_defaults(section: U, last_step: int) -> U:
-    optimizer, budget = section.optimizer, section.score_micro_batch_tokens or section.micro_batch_tokens
+    optimizer, budget = section.optimizer, section.score_micro_batch_tokens
+    budget = section.micro_batch_tokens if budget is None else budget
     # A run that is shorter than its warm-up ends within it; the decay still comes after.
     decay_steps = optimizer.decay_steps if optimizer.decay_steps is not None else max(last_step, optimizer.warmup_steps + 1)
     return replace(section, optimizer=replace(optimizer, decay_steps=decay_steps), score_micro_batch_tokens=budget)

@@ -16,7 +16,13 @@ from numba import njit, types
 from numba.extending import overload
 
 _BLOCK = 2048
-_SUMS = {"reassoc", "contract", "nsz"}  # sums may be taken in any order, so that they fit vector registers
+# Called as functions of their own, these would be vectorized once for the process that compiles them and once more for the cache,
+# and results would differ in their last bits between the first run and the next.
+_CONTRACTED: dict[str, Any] = {"fastmath": {"contract"}, "forceinline": True}
+_SUMS: dict[str, Any] = {  # taken in any order, so that they fit vector registers
+    "fastmath": {"reassoc", "contract", "nsz"},
+    "forceinline": True,
+}
 
 _LOWEST, _HIGHEST = np.float32(-88.0), np.float32(88.0)  # at the lower one _exp is 0, as all below in torch nearly are
 _LOG2_E = np.float32(1.4426950408889634)
@@ -36,7 +42,7 @@ def _float(bits: Any) -> Any:
     return np.int32(bits).view(np.float32)
 
 
-@njit(fastmath={"contract"})  # type: ignore[untyped-decorator]
+@njit(**_CONTRACTED)  # type: ignore[untyped-decorator]
 def _exp(z: Any) -> Any:
     """e^z to 2 ulp for z from _LOWEST to _HIGHEST, 0 where it is no normal number. NaN stays NaN."""
     power = np.floor(z * _LOG2_E + np.float32(0.5))
@@ -95,7 +101,7 @@ def _greatest(block: Any) -> Any:
     return _float(best ^ np.int32((best >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@njit(fastmath=_SUMS)  # type: ignore[untyped-decorator]
+@njit(**_SUMS)  # type: ignore[untyped-decorator]
 def _block_sums(block: Any, m: Any, inverse_t: Any) -> Any:
     """sum exp z and sum z exp z"""
     exps, weighted = np.float32(0.0), np.float32(0.0)
@@ -107,7 +113,7 @@ def _block_sums(block: Any, m: Any, inverse_t: Any) -> Any:
     return exps, weighted
 
 
-@njit(fastmath=_SUMS)  # type: ignore[untyped-decorator]
+@njit(**_SUMS)  # type: ignore[untyped-decorator]
 def _block_exps(block: Any, m: Any, inverse_t: Any) -> Any:
     """sum exp z"""
     exps = np.float32(0.0)
@@ -143,14 +149,14 @@ def add_columns(x: Any, step: int, width: int, inverse_t: Any, entropy: bool, su
         sums[0, i], sums[1, i], sums[2, i] = m, exps, weighted
 
 
-@njit(fastmath={"contract"})  # type: ignore[untyped-decorator]
+@njit(**_CONTRACTED)  # type: ignore[untyped-decorator]
 def _block_gradient(block: Any, out: Any, m: Any, log_sum: Any, inverse_t: Any, g: Any) -> None:
     scale = -g * inverse_t
     for j in range(block.shape[0]):
         _write(out, j, _exp(_within((block[j] - m) * inverse_t - log_sum)) * scale)
 
 
-@njit(fastmath={"contract"})  # type: ignore[untyped-decorator]
+@njit(**_CONTRACTED)  # type: ignore[untyped-decorator]
 def _block_gradient_of_both(
     block: Any, out: Any, m: Any, log_sum: Any, inverse_t: Any, g: Any, g_entropy: Any, entropy: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.weights_memory import LiveStorages
 from megappo.config.check import check_config
 from megappo.config.load import load_config
 from megappo.models.families import shape_of
@@ -196,6 +198,22 @@ def test_another_seed_draws_another_model(pool: Pool, sizes_alone: Path, alone: 
     for name, tensor in alone.items():
         constant = name.endswith((".bias", "norm.weight")) or name == "score.weight"
         assert torch.equal(other[name], tensor) is constant, name
+
+
+def memory_of_a_draw(folder: Path) -> int:
+    """Bytes that were held beside the parameters."""
+    groups = create_role_groups({"critic": bodies.layout_for(folder, {"tp": 2})}, seed=1)["critic"]
+    with groups.active():
+        chunks = build_chunks(shape_of(folder, head="value"), groups, DTYPES["bfloat16"])
+    with LiveStorages([param.data for param in chunks[0].parameters()]) as live:
+        fill_fresh(chunks, groups, 5)
+    return live.peak
+
+
+def test_one_whole_tensor_is_held_at_a_time(pool: Pool, sizes_alone: Path) -> None:
+    largest = max(math.prod(size) for size in expected_hf_tensors(shape_of(sizes_alone, head="value")).values())
+    for peak in pool.run(2, memory_of_a_draw, sizes_alone):
+        assert 0 < peak <= 1.1 * largest * 4
 
 
 def test_tied_embeddings_of_a_language_model_are_drawn_alike_on_both_ends(pool: Pool, tied_llama_folder: Path) -> None:

@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megappo.actor.actor import Actor
+from megappo.algorithms.schedules import lr_at
+from megappo.config.schema import AlgorithmConfig, OptimizerConfig
+from megappo.models.pipeline_model import Trainee
+from megappo.parallel_state.groups import create_role_groups
 from megappo.parallel_state.layout import ParallelLayout
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
@@ -94,6 +99,24 @@ def test_an_update_equals_plain_autograd_and_adam_on_transformers(pool: Pool, ll
     assert results[-1][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, want in model.state_dict().items():
         assert ((got[name] - want).norm() / want.norm()).item() <= 1e-5, name
+
+
+def rates(folder: Path, optimizer: OptimizerConfig, batch: dict[str, torch.Tensor], steps: list[int]) -> list[float]:
+    """The learning rate that an actor's updates had at these steps of a run."""
+    groups = create_role_groups({"actor": bodies.layout_for(folder, ONE)}, seed=1)["actor"]
+    model = Trainee(bodies.load_model(folder, groups, ONE), groups, Way().batching, optimizer, "actor")
+    actor = Actor(model, 1.0, AlgorithmConfig(), 0.0)
+    rows, number = Way().rows(groups, batch)
+    return [float(actor.update(rows, number, step)[1]["lr"]) for step in steps]
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_updates_have_the_learning_rate_of_their_step(pool: Pool, llama_folder: Path, decay: Any) -> None:
+    optimizer = OptimizerConfig(lr=1e-3, min_lr_ratio=0.1, warmup_steps=3, decay_steps=9, decay=decay)
+    steps = [1, 2, 3, 4, 4, 7, 9, 10, 30]  # several mini-batches of a step, steps without an update, and past the end
+    (found,) = pool.run(1, rates, llama_folder, optimizer, make_batch([2], [2]), steps)
+    want = [lr_at(step, lr=1e-3, min_lr=1e-4, warmup_steps=3, decay_steps=9, decay=decay) for step in steps]
+    assert found == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

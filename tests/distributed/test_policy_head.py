@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_scores_and_one_update_equal_those_from_logits(
     scores, metrics, _, _ = found[-1]
     torch.testing.assert_close(scores["log_probs"], want, atol=1e-4, rtol=0)
     torch.testing.assert_close(scores["entropy"], want_entropy, atol=1e-4, rtol=0)
-    assert torch.equal(scores["alone"], scores["log_probs"])
+    torch.testing.assert_close(scores["alone"], scores["log_probs"], atol=1e-6, rtol=0)
     for name in ("loss", "grad_norm"):
         assert metrics[name] == pytest.approx(want_metrics[name], rel=1e-5), name
     tensors = bodies.assemble([rank[2] for rank in found])
@@ -139,3 +140,18 @@ def test_logits_never_exist_where_log_probs_come_from_hidden_states(pool: Pool, 
         max(pool.run(bodies.layout_for(folder, layout).world_size, with_small_tiles, folder, layout | HIDDEN_STATES, batch, 1))
         < logits_bytes
     )
+
+
+def test_logits_are_handed_over_for_their_gradient() -> None:
+    model: Any = SimpleNamespace(
+        groups=SimpleNamespace(coordinates=SimpleNamespace(tp=0), layout=SimpleNamespace(tp=1)),
+        shape=SimpleNamespace(vocab_size=61),
+        chunks=[SimpleNamespace(log_probs_from="logits")],
+    )
+    head, labels = PolicyHead(model, TEMPERATURE), torch.arange(9)
+    for results_of in (head.log_probs, lambda *given: sum(head.log_probs_and_entropy(*given))):
+        leaf = torch.randn(9, 64, requires_grad=True)
+        logits = leaf * 2
+        results_of(logits, labels).sum().backward()  # type: ignore[union-attr]
+        assert leaf.grad is not None and leaf.grad.any()
+        assert torch.equal(logits.detach() * 2, leaf.grad)

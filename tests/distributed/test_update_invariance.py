@@ -33,6 +33,7 @@ CASES: dict[str, Case] = {
     "tp2_pp2_vpp2": ({"tp": 2, "pp": 2, "vpp": 2}, None, HOW, OPTIMIZER),
     "tp2_pp2_vpp2_sp": ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, None, HOW, OPTIMIZER),
     "dp2_pp2_distributed": ({"dp": 2, "pp": 2}, None, HOW, DISTRIBUTED),
+    "tp2_pp2_from_hidden_states": ({"tp": 2, "pp": 2, "log_probs_from": "hidden_states"}, None, HOW, OPTIMIZER),
     "pp3_ends_count": (
         {"pp": 3, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
         None,

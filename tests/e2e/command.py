@@ -22,6 +22,16 @@ from megappo.observe.metrics import is_deterministic, read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MEGAPPO_TEST_MARK"
 TIMEOUT_S = 240.0
+WITH_OPTIONS = {
+    "rollout/importance_mean",
+    "rollout/importance_bounded",
+    "rollout/sampling_rounds",
+    "rollout/prompts_without_signal",
+    "actor/kl_loss",
+    "actor/kl_coef",
+    "actor/dual_clipfrac",
+}
+"""Metrics that a run has with some options alone: `test_algorithms.py` sees them, the main run does not."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

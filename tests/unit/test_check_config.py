@@ -249,6 +249,23 @@ class TestValues:
             "algorithm.gae_lambda=-0.1",
             "algorithm.clip_range=0",
             "algorithm.kl_coef=-1",
+            "algorithm.kl_loss_coef=-0.1",
+            "algorithm.kl_target=0",
+            "algorithm.kl_gain=0",
+            "algorithm.clip_range_high=0",
+            "algorithm.dual_clip=1.0",
+            "algorithm.loss_length=0",
+            "algorithm.importance.cap=0",
+            "algorithm.importance.floor=-1",
+            "algorithm.dynamic_sampling_rounds=-1",
+            "critic.warmup_steps=-1",
+            "actor.micro_batch_tokens=0",
+            "actor.score_micro_batch_tokens=0",
+            "reward.scale=0",
+            "reward.clip=0",
+            "reward.overlong_buffer=-1",
+            "reward.overlong_penalty=-1",
+            "trainer.max_skips=0",
             "rollout.top_p=0",
             "rollout.top_k=0",
             "rollout.n=0",
@@ -276,6 +293,80 @@ class TestValues:
     def test_a_kl_penalty_without_its_reference_is_refused(self) -> None:
         (error,) = problems("algorithm.kl_coef=0.1", "reference.enabled=false")
         assert error.startswith("algorithm.kl_coef=0.1 needs the reference")
+
+    @pytest.mark.parametrize(
+        "overrides, message",
+        [
+            (["algorithm.kl_loss_coef=0.1", "reference.enabled=false"], "algorithm.kl_loss_coef=0.1 needs the reference"),
+            (["algorithm.kl_target=0.1"], "algorithm.kl_target=0.1 adapts algorithm.kl_coef, which is 0 and stays 0"),
+            (["algorithm.advantages=grpo", "rollout.n=1"], "algorithm.advantages='grpo' compares responses to one prompt"),
+            (["algorithm.advantages=rloo", "rollout.n=1"], "algorithm.advantages='rloo' compares responses to one prompt"),
+            (["algorithm.dynamic_sampling_rounds=2", "rollout.n=1"], "algorithm.dynamic_sampling_rounds=2 looks for responses"),
+            (
+                ["algorithm.policy_loss=gspo", "algorithm.dual_clip=3"],
+                "algorithm.dual_clip=3.0 bounds the loss of policy_loss=ppo",
+            ),
+            (["algorithm.loss_length=8"], "algorithm.loss_length=8 goes with algorithm.loss_aggregation=constant_length"),
+            (["algorithm.importance.floor=0.5"], "algorithm.importance.floor=0.5 goes with algorithm.importance.bound=masked"),
+            (["algorithm.importance={bound: masked, floor: 3}"], "algorithm.importance.floor=3.0 is above"),
+            (
+                ["algorithm.advantages=grpo", "critic.warmup_steps=2"],
+                "critic.warmup_steps=2, but algorithm.advantages='grpo' has no",
+            ),
+            (["reward.overlong_buffer=33"], "reward.overlong_buffer=33 is longer than a response, rollout.max_new_tokens=32"),
+            (
+                ["actor.score_micro_batch_tokens=95"],
+                "actor.score_micro_batch_tokens=95 does not hold one sample of up to 96 tokens",
+            ),
+        ],
+    )
+    def test_keys_of_the_algorithm_that_do_not_fit_together(self, overrides: list[str], message: str) -> None:
+        smaller = ["trainer.batch_size=64"] if "rollout.n=1" in overrides else []
+        (error,) = problems(*overrides, *smaller)
+        assert error.startswith(message)
+
+    @pytest.mark.parametrize(
+        "overrides, message",
+        [
+            (
+                ["algorithm.kl_coef=0.1", "algorithm.kl_loss_coef=0.2"],
+                "algorithm.kl_coef=0.1 and algorithm.kl_loss_coef=0.2: the KL",
+            ),
+            (["algorithm.kl_loss_coef=0.2", "algorithm.kl_loss=k1"], "algorithm.kl_loss=k1 has a gradient of mean 0"),
+            (
+                ["algorithm.policy_loss=gspo", "algorithm.loss_aggregation=token_mean"],
+                "algorithm.loss_aggregation=token_mean: GSPO's",
+            ),
+        ],
+    )
+    def test_what_is_seldom_meant_is_warned_of(self, overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        warnings: list[str] = []
+        monkeypatch.setattr(logging.getLogger("megappo"), "warning", lambda text, *values: warnings.append(text % values))
+        check(*overrides[:1])
+        assert warnings == []
+        check(*overrides)
+        (warning,) = warnings
+        assert warning.startswith(message)
+
+    def test_without_gae_nothing_is_asked_of_a_critic(self, here: Path) -> None:
+        plan = check("algorithm.advantages=grpo", "critic.path=nowhere", "critic.parallel.tp=3", "critic.mini_batch_size=7")
+        assert sorted(plan.layouts) == ["actor", "reference"]
+        assert "critic.path='nowhere'" in problems("critic.path=nowhere")[0].replace('"', "'")
+
+    def test_a_fresh_critic_needs_sizes_but_no_weights(self, here: Path) -> None:
+        write_model(here / "bare")
+        (here / "bare" / "model.safetensors").unlink()
+        (error,) = problems("critic.path=bare")
+        assert error.startswith("critic.path='bare' has no .safetensors file")
+        check("critic.path=bare", "critic.start=fresh")
+
+    def test_defaults_that_follow_from_other_keys_of_the_algorithm(self) -> None:
+        algorithm = check("algorithm.policy_loss=gspo").config.algorithm
+        assert (algorithm.loss_aggregation, algorithm.loss_length) == ("seq_mean_token_mean", None)
+        algorithm = check("algorithm.loss_aggregation=constant_length").config.algorithm
+        assert algorithm.loss_length == 32  # rollout.max_new_tokens
+        assert check("algorithm.kl_loss_coef=0.1").config.reference.enabled
+        assert check("actor.micro_batch_tokens=100").config.actor.score_micro_batch_tokens == 100
 
     def test_accuracy_goals_of_the_warm_start_need_an_evaluation(self, here: Path) -> None:
         (error,) = problems("sft.stop_at_accuracy=0.4", command="sft")

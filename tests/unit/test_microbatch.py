@@ -49,6 +49,7 @@ def test_the_token_in_front_predicts() -> None:
     assert packed.fields["x"].tolist() == [1.0, 2.0, 3.0]
     (padded,) = make_micro_batches(numbered(batch, 0, 0), 1, MicroBatching(packed=False), ("x",))
     assert padded.input_ids.t().flatten()[padded.scored].tolist() == [12, 21, 33]
+    assert padded.positions.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 3]]  # counted from the first real token
     assert padded.labels.tolist() == [21, 22, 41]
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megappo.config.check import Plan
 from megappo.config.resolve import resolve
-from megappo.config.schema import ActorConfig, AlgorithmConfig, Config, CriticConfig, TrainerConfig
+from megappo.config.schema import ActorConfig, AlgorithmConfig, Config, CriticConfig, ImportanceConfig, TrainerConfig
 from megappo.data.prompts import PromptRow
+from megappo.errors import RunFailed
 from megappo.parallel_state.layout import ParallelLayout
 from megappo.rewards.score import Scores
 from megappo.rollout.engine import Completion
@@ -53,7 +54,7 @@ class Workers:
 def make_ppo(samples: Sequence[int], skipped: Sequence[int], config: Config, workers: Workers, dp: int = 1) -> PPO:
     """A run on these samples, of which some are skipped (numbers as in RESPONSES)."""
     rows = [PromptRow(i, (i + 10,) * (i + 1), "p", "1", id=f"row {i}") for i in samples]
-    answers = [Completion(RESPONSES[i], tuple(-t / 10 for t in RESPONSES[i]), "stop" if i else "length", 0) for i in samples]
+    answers = [Completion(RESPONSES[i], tuple(-t / 10 for t in RESPONSES[i]), "length" if i < 2 else "stop", 0) for i in samples]
     is_skipped = tuple(i in skipped for i in samples)
     scores = Scores(
         tuple(0.0 if bad else SCORES[i] for i, bad in zip(samples, is_skipped, strict=True)),
@@ -95,7 +96,9 @@ def by_sample(workers: Workers, role: str, column: str) -> dict[int, list[float]
     for batch in workers.updates[role]:
         for row in range(len(batch["input_ids"])):
             first = int(batch["input_ids"][row][batch["attention_mask"][row]][0])
-            found[first] = batch[column][row][batch["response_mask"][row]].tolist()
+            found[first] = batch[column][row][batch["response_mask"][row]].tolist() or found.get(
+                first, []
+            )  # not of a padding row
     return found
 
 
@@ -121,7 +124,7 @@ def test_skipped_samples_are_counted_and_their_lengths_too() -> None:
     assert metrics["reward/part/half"] == 0.375
     assert metrics["rollout/response_length_mean"] == (3 + 2 + 4 + 2) / 4
     assert metrics["rollout/prompt_length_mean"] == (1 + 2 + 3 + 4) / 4
-    assert metrics["rollout/truncated_fraction"] == 0.25
+    assert metrics["rollout/truncated_fraction"] == 0.5  # by the finish reasons; one response alone is as long as the longest
 
 
 def test_a_mini_batch_of_skipped_samples_is_no_update() -> None:
@@ -142,3 +145,59 @@ def test_rollouts_tell_a_skipped_sample_from_one_that_scored_0() -> None:
     whole = replace(scores, skipped=(False, False), failed=(False, False))
     assert [row.reward for row in to_rows(samples, whole)] == [1.0, 0.0]
     assert [row.learnt for row in to_rows(samples, whole, learnt={1})] == [False, True]
+
+
+def test_batches_are_cut_evenly_and_come_back_in_their_order() -> None:
+    """Over three data-parallel ranks four samples are padded to six, and nothing of that shows in what is learnt."""
+    _, metrics, workers = step([0, 1, 2, 3], mini_batch_size=4, dp=3)
+    _, want_metrics, want = step([0, 1, 2, 3], mini_batch_size=4)
+    (sent,) = workers.updates["actor"]
+    assert len(sent["input_ids"]) == 6 and sent["micro_batch"].tolist() == [0, 0] * 3
+    assert int(sent["response_mask"].any(dim=1).sum()) == 4
+    for role, column in (("actor", "advantages"), ("critic", "returns")):
+        found = by_sample(workers, role, column)
+        for sample, values in by_sample(want, role, column).items():
+            assert found[sample] == pytest.approx(values, abs=1e-6)
+    assert metrics["critic/values_mean"] == pytest.approx(want_metrics["critic/values_mean"])
+    assert metrics["actor/dp_imbalance"] > want_metrics["actor/dp_imbalance"] == 0
+
+
+def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run() -> None:
+    config = make_config(4, 2, trainer=TrainerConfig(batch_size=4, max_skips=3))
+    workers = Workers(skip="gradient not finite")
+    ppo = make_ppo([0, 1, 2, 3], (), config, workers)
+    metrics = ppo.step(1)  # two of each role
+    assert (metrics["actor/skipped"], metrics["critic/skipped"]) == (2, 2)
+    assert "actor/loss" not in metrics
+    workers.skip = None
+    assert ppo.step(2)["actor/skipped"] == 0  # the row is over
+    workers.skip = "loss not finite"
+    ppo.step(3)
+    with pytest.raises(RunFailed, match=r"critic: 3 optimizer steps in a row were skipped .*: loss not finite"):
+        ppo.step(4)
+
+
+def test_in_the_critics_warm_up_the_actor_is_not_called() -> None:
+    critic = CriticConfig(mini_batch_size=2, warmup_steps=1)
+    ppo = make_ppo([0, 1], (), make_config(2, 2, critic=critic), workers := Workers())
+    ppo.step(1)
+    assert (len(workers.updates["critic"]), len(workers.updates["actor"])) == (1, 0)
+    ppo.step(2)
+    assert (len(workers.updates["critic"]), len(workers.updates["actor"])) == (2, 1)
+
+
+def test_without_a_critic_the_actor_alone_learns() -> None:
+    _, metrics, workers = step([0, 1, 2], mini_batch_size=3, algorithm=AlgorithmConfig(advantages="reinforce_plus_plus"))
+    assert (len(workers.updates["critic"]), len(workers.updates["actor"])) == (0, 1)
+    assert not [name for name in metrics if name.startswith("critic/")]
+
+
+def test_the_actor_gets_the_columns_that_its_loss_needs() -> None:
+    algorithm = AlgorithmConfig(kl_loss_coef=0.1, importance=ImportanceConfig(bound="truncated"))
+    _, _, workers = step([0, 1], algorithm=algorithm)
+    common = {"input_ids", "attention_mask", "response_mask", "sample_ids", "micro_batch"}
+    columns = {"old_log_probs", "advantages", "loss_weight", "share"}
+    assert workers.updates["actor"][0].keys() == common | columns | {"importance", "ref_log_probs"}
+    _, _, workers = step([0, 1], algorithm=AlgorithmConfig())
+    assert workers.updates["actor"][0].keys() == common | columns
+    assert workers.updates["critic"][0].keys() == common | {"values", "returns"}

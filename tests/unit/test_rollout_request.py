@@ -1,4 +1,4 @@
-"""Which models and requests are refused before an engine sees them?"""
+"""What is an engine asked, and which models and requests are refused before it sees them?"""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import itertools
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megappo.config.schema import RolloutConfig
+from megappo.data.prompts import PromptRow
 from megappo.errors import UserError
-from megappo.rollout.engine import SamplingParams, request_seed
+from megappo.rollout.engine import Completion, SamplingParams, request_seed
 from megappo.rollout.request import EngineLimits, check_request, read_limits
 from megappo.rollout.vllm_engine import VllmEngine, child_environment
+from megappo.trainer.rollout import generate, sampling_params
 
 LIMITS = EngineLimits(max_model_len=10, vocab_size=20)
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, stop_token_ids=(2,))
@@ -114,6 +121,37 @@ def test_each_request_has_a_seed_of_its_own() -> None:
     seeds = {request_seed(*request) for request in itertools.product((1, 2), (0, 1), range(8), range(4))}
     assert len(seeds) == 2 * 2 * 8 * 4
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_sampling_is_the_configs_and_greedy_decoding_leaves_nothing_to_a_default() -> None:
+    tokenizer: Any = SimpleNamespace(eos_ids=(2, 5))
+    rollout = RolloutConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=7)
+    assert sampling_params(rollout, tokenizer) == SamplingParams(0.6, 0.9, 20, 7, (2, 5))
+    assert sampling_params(rollout, tokenizer, greedy=True) == SamplingParams(0.0, 1.0, -1, 7, (2, 5))
+    assert sampling_params(RolloutConfig(max_new_tokens=7), tokenizer) == SamplingParams(1.0, 1.0, -1, 7, (2, 5))
+
+
+def test_a_row_that_comes_several_times_in_a_step_gets_another_seed_each_time() -> None:
+    seeds: list[int] = []
+
+    def answer(prompts: Sequence[Sequence[int]], sampling: SamplingParams, own: Sequence[int]) -> list[Completion]:
+        seeds.extend(own)
+        return [Completion((3, 2), (-1.0, -1.0), "stop", 0) for _ in prompts]
+
+    engine: Any = SimpleNamespace(generate=answer)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: "")
+    rows = [PromptRow(i, (4,), "p", "1", id=f"row {i}") for i in (0, 1, 0)]  # a batch may go on into the next epoch
+    seen: Counter[int] = Counter()
+    for some in (rows, rows[:1]):  # and a round of dynamic sampling may draw a row again
+        generate(engine, some, SAMPLING, tokenizer, seed=7, step=3, n=2, seen=seen)
+    assert len(seeds) == len(set(seeds)) == 8
+    seeds_before = list(seeds)
+    seeds.clear()
+    generate(engine, rows, SAMPLING, tokenizer, seed=7, step=3, n=2)
+    assert seeds == seeds_before[:6]  # the same run draws the same
+    seeds.clear()
+    generate(engine, rows, SAMPLING, tokenizer, seed=7, step=4, n=2)
+    assert not set(seeds) & set(seeds_before)
 
 
 def test_the_factory_imports_neither_torch_nor_vllm() -> None:

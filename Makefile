@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # One thread a process: ranks and engine share the cores, and threads that wait for each other spin.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo-model smollm2-model train train-smollm2 test test-faults lint docs bench bench-weights bench-algorithms clean
+.PHONY: help install demo-model smollm2-model train train-smollm2 learning-curves test test-faults lint docs bench bench-weights bench-algorithms clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -25,6 +25,9 @@ train: demo-model  ## PPO on the tiny Llama: pp2 x vpp2, critic, reference, real
 
 train-smollm2: smollm2-model  ## PPO on SmolLM2-135M-Instruct: pp2 x vpp3, critic, real vLLM
 	@.venv/bin/megappo train configs/smollm2_135m_cpu.yaml
+
+learning-curves: demo-model  ## PPO, GRPO, RLOO and REINFORCE++ on the tiny Llama; writes docs/learning_curves.{md,svg}
+	@$(PY) -m scripts.learning_curves
 
 test: install  ## all tests but those marked long
 	@$(PY) -m pytest -p no:cacheprovider -m "not long"

@@ -126,7 +126,7 @@ def transformers_log_probs(
 
 # No clipping; eps above the rounding error of a gradient, which Adam's first step would turn into whole learning rates.
 # The decay is so large that a bias or norm that were decayed, too, would show.
-PLAIN_ADAM = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), clip_grad=0.0, eps=1e-7, weight_decay=20.0)
+PLAIN_ADAM = OptimizerConfig(lr=1e-3, decay_steps=1, betas=(0.9, 0.95), clip_grad=0.0, eps=1e-7, weight_decay=20.0)
 
 
 def transformers_update(

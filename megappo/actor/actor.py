@@ -69,7 +69,7 @@ class Actor(Policy):
             bonus, sums["entropy"] = entropy_loss(entropy, mask, self.entropy_coef, weights)
             total, parts = pg_loss + bonus, {"pg_loss": pg_loss.detach()}
             if has_kl:
-                kl, _ = kl_loss(log_probs, given["ref_log_probs"], mask, algorithm.kl_loss, algorithm.kl_loss_coef, weights)
+                kl = kl_loss(log_probs, given["ref_log_probs"], mask, algorithm.kl_loss, algorithm.kl_loss_coef, weights)
                 total, parts["kl_loss"] = total + kl, kl.detach()
             return LossSums(total, given["share"].sum(), parts, sums)
 

@@ -41,9 +41,3 @@ def loss_weights(response_mask: Tensor, mode: Aggregation, constant_length: int 
     if mode == "seq_mean_token_mean":
         return LossWeights(valid / response_mask.sum(-1, keepdim=True).clamp(min=1), first)
     return LossWeights(valid, first * (constant_length or 1))
-
-
-def aggregate(token_loss: Tensor, response_mask: Tensor, mode: Aggregation, constant_length: int | None = None) -> Tensor:
-    """The mean of a whole batch (b, r) at once; 0 where nothing counts."""
-    weight, share = loss_weights(response_mask, mode, constant_length)
-    return (torch.where(response_mask, token_loss.float(), 0.0) * weight).sum() / share.sum().clamp(min=1)

@@ -101,14 +101,13 @@ def kl_loss(
     kind: Literal["k1", "k2", "k3"],
     kl_coef: float,
     weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """kl_coef * sum of the KL estimates (see `kl_estimate`), and their plain sum.
+) -> Tensor:
+    """kl_coef * sum of the KL estimates (see `kl_estimate`).
 
     As a loss k2 has the gradient of KL(policy | reference) on policy, k3 (GRPO's, arXiv:2402.03300, equation 4) that of
     KL(reference | policy); k1's has mean 0 and pulls nowhere.
     """
-    kl = kl_estimate(log_probs, ref_log_probs, mask, kind)
-    return kl_coef * _weighted_sum(kl, mask, weights), kl.detach().sum()
+    return kl_coef * _weighted_sum(kl_estimate(log_probs, ref_log_probs, mask, kind), mask, weights)
 
 
 def value_loss(
@@ -117,7 +116,6 @@ def value_loss(
     returns: Tensor,
     mask: Tensor,
     clip_range: float | None,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of (V - R)^2 / 2, or with a clip range c of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2.
 
@@ -126,10 +124,10 @@ def value_loss(
     values, returns, old_values = (zero_masked(x, mask) for x in (values, returns, old_values))
     squared_error = (values - returns).square()
     if clip_range is None:
-        return _weighted_sum(squared_error, mask, weights) / 2, {"vf_clipfrac": torch.zeros_like(squared_error.sum()).detach()}
+        return squared_error.sum() / 2, {"vf_clipfrac": torch.zeros_like(squared_error.sum()).detach()}
     change = values - old_values
     clipped = old_values + change.clamp(-clip_range, clip_range)
-    loss = _weighted_sum(torch.maximum(squared_error, (clipped - returns).square()), mask, weights) / 2
+    loss = torch.maximum(squared_error, (clipped - returns).square()).sum() / 2
     return loss, {"vf_clipfrac": masked_sum(change.detach().abs() > clip_range, mask)}
 
 

@@ -20,13 +20,13 @@ def mask_from_lengths(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-def response_mask_from_eos(response_ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
+def response_mask_from_eos(response_ids: Tensor, eos_ids: Sequence[int]) -> Tensor:
     """(b, r) bool: True up to and with the first end token of each row; all True where there is none.
 
     For responses that were sampled on past their end.
     [0, 0, 2, 42, 3, 5, 1, 0, 0] with end token 1 gives [1, 1, 1, 1, 1, 1, 1, 0, 0].
     """
-    ends = torch.tensor([eos_ids] if isinstance(eos_ids, int) else list(eos_ids), dtype=torch.long, device=response_ids.device)
+    ends = torch.tensor(list(eos_ids), dtype=torch.long, device=response_ids.device)
     is_end = torch.isin(response_ids, ends)
     ends_before = is_end.long().cumsum(-1) - is_end.long()
     return ends_before == 0
@@ -42,8 +42,8 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(values, mask) / mask.count_nonzero().clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """(values - mean) / sqrt(variance + eps) over valid tokens, 0 at masked places.
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(values - mean) / sqrt(variance + 1e-8) over valid tokens, 0 at masked places.
 
     The variance is unbiased (divides by count - 1). Always finite: one valid token or constant values give 0.
     """
@@ -51,21 +51,7 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     count = mask.count_nonzero()  # many times faster than the sum of a bool tensor
     centred = zero_masked(kept - kept.sum() / count.clamp(min=1), mask)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + eps)
-
-
-def whiten_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """(3,) float64: number, sum and sum of squares of the valid tokens. Those of several ranks add up; an empty shard gives 0."""
-    kept = torch.where(mask, values.detach().double(), 0.0)
-    return torch.stack((mask.count_nonzero().double(), kept.sum(), kept.square().sum()))
-
-
-def whiten_from_sums(values: Tensor, mask: Tensor, sums: Tensor, eps: float = 1e-8) -> Tensor:
-    """`masked_whiten` of a part, by the statistics of the whole: sums (3,) of `whiten_sums`, added over all parts."""
-    count, total, squares = sums.unbind()
-    mean = total / count.clamp(min=1)
-    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
-    return zero_masked((values.detach().double() - mean) * torch.rsqrt(variance + eps), mask)
+    return centred * torch.rsqrt(variance + 1e-8)
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ scores (b,): one of each response. A KL penalty in the reward goes into them as 
 A response without valid tokens counts in no group and gets 0 everywhere, whatever its score (NaN included).
 A group of one has no baseline and so no signal: 0.
 Every token of a response gets the same advantage, unless said otherwise; results are (b, r) float32, 0 at masked places.
+Nothing is whitened here: where a method wants that, `masked_whiten` does it once the whole batch is there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megappo.algorithms.advantages import gae
-from megappo.algorithms.masking import masked_whiten, zero_masked
+from megappo.algorithms.masking import zero_masked
 
 
 class GroupMoments(NamedTuple):
@@ -44,16 +45,14 @@ def group_moments(scores: Tensor, group_ids: Tensor, response_mask: Tensor) -> G
     return GroupMoments(size, torch.where(size > 0, anchor + mean, 0.0), (squares / (size - 1).clamp(min=1)).sqrt())
 
 
-def grpo_advantages(
-    scores: Tensor, group_ids: Tensor, response_mask: Tensor, normalize_by_std: bool = True, eps: float = 1e-6
-) -> Tensor:
-    """GRPO (arXiv:2402.03300, section 4.1.2): A = (score - mean of the group) / (std of the group + eps).
+def grpo_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor, normalize_by_std: bool = True) -> Tensor:
+    """GRPO (arXiv:2402.03300, section 4.1.2): A = (score - mean of the group) / (std of the group + 1e-6).
 
     normalize_by_std=False leaves the division out: Dr. GRPO (arXiv:2503.20783), where hard and easy prompts weigh the same.
     """
     moments = group_moments(scores, group_ids, response_mask)
     centred = scores.detach().double() - moments.mean
-    return _spread(centred / (moments.std + eps) if normalize_by_std else centred, response_mask)
+    return _spread(centred / (moments.std + 1e-6) if normalize_by_std else centred, response_mask)
 
 
 def rloo_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor) -> Tensor:
@@ -62,40 +61,31 @@ def rloo_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor) ->
     return _spread((scores.detach().double() - mean) * size / (size - 1).clamp(min=1), response_mask)
 
 
-def reinforce_plus_plus_advantages(
-    token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, whiten: bool = True
-) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (arXiv:2501.03262): A_t = sum of gamma^k * r_{t+k} over the valid tokens of the response, whitened over all
-    valid tokens of the batch; the token rewards (b, r) carry the score at the last token and the k1 penalty at each.
-
-    Returns (advantages, returns), returns unwhitened. whiten=False where the batch is only a part (see `whiten_sums`).
+def reinforce_plus_plus_advantages(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262): A_t = sum of gamma^k * r_{t+k} over the valid tokens of the response; the token rewards
+    (b, r) carry the score at the last token and the k1 penalty at each. To be whitened over all valid tokens of the batch.
     """
-    returns, _ = gae(token_rewards, torch.zeros_like(token_rewards), response_mask, gamma, 1.0)
-    return masked_whiten(returns, response_mask) if whiten else returns, returns
+    return gae(token_rewards, torch.zeros_like(token_rewards), response_mask, gamma, 1.0)[0]
 
 
-def reinforce_plus_plus_baseline_advantages(
-    scores: Tensor, group_ids: Tensor, response_mask: Tensor, whiten: bool = True
-) -> Tensor:
-    """REINFORCE++-baseline (arXiv:2501.03262): score - mean of the group, then whitened over all valid tokens of the batch.
-
-    Unlike GRPO's, the deviation is one of the whole batch. whiten=False where the batch is only a part (see `whiten_sums`).
+def reinforce_plus_plus_baseline_advantages(scores: Tensor, group_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """REINFORCE++-baseline (arXiv:2501.03262): score - mean of the group. To be whitened over all valid tokens of the batch:
+    unlike GRPO's, the deviation is one of the whole batch.
     """
-    centred = grpo_advantages(scores, group_ids, response_mask, normalize_by_std=False)
-    return masked_whiten(centred, response_mask) if whiten else centred
+    return grpo_advantages(scores, group_ids, response_mask, normalize_by_std=False)
 
 
-def remax_advantages(token_rewards: Tensor, greedy_scores: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def remax_advantages(token_rewards: Tensor, greedy_scores: Tensor, response_mask: Tensor) -> Tensor:
     """ReMax (arXiv:2310.10505, algorithm 2): A_t = sum of the rewards from t on - score of the greedy response.
 
-    greedy_scores (b,): of the greedy response to each sample's prompt. Returns (advantages, returns), those without the baseline.
+    greedy_scores (b,): of the greedy response to each sample's prompt.
     """
     if greedy_scores.shape != token_rewards.shape[:1]:
         raise ValueError(
             f"one greedy score a response is needed: {tuple(greedy_scores.shape)} for {token_rewards.shape[0]} responses"
         )
     returns, _ = gae(token_rewards, torch.zeros_like(token_rewards), response_mask, 1.0, 1.0)
-    return zero_masked(returns - greedy_scores.detach().float().unsqueeze(-1), response_mask), returns
+    return zero_masked(returns - greedy_scores.detach().float().unsqueeze(-1), response_mask)
 
 
 def _group_sum(values: Tensor, group: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -30,16 +29,3 @@ def skip_reason(flags: Sequence[float]) -> SkipReason | None:
     if bad_losses > 0:
         return "loss not finite"
     return "gradient not finite" if bad_gradients > 0 else None
-
-
-@dataclass(frozen=True)
-class Skips:
-    """How many steps were skipped: of all, and in a row up to now."""
-
-    total: int = 0
-    in_a_row: int = 0
-
-    def after(self, reason: SkipReason | None) -> Skips:
-        if reason is None:
-            return replace(self, in_a_row=0)
-        return Skips(self.total + 1, self.in_a_row + 1)

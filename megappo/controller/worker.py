@@ -33,6 +33,7 @@ class WorkerGroup(Protocol):
         Dispatch.DP: `tensors` are split by rows; returns (tensors, metrics) with the rows in the order of the batch.
         Dispatch.ALL: every rank gets all of `tensors` (if given), or its own where they are a list by rank; returns the list of
         results by rank.
+        The tensors that a worker gets are its own: it may write to them and keep them.
         kwargs: numbers, strings, booleans, None, lists, dicts.
         Raises RunFailed with the first cause where a rank fails, UserError where it is one that the user can mend.
         """

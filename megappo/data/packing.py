@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -20,10 +19,10 @@ FULLEST_ITEMS = 2048
 """Samples up to which a second, slower packing is tried where the first one may not be the best."""
 
 
-def pack_by_tokens(lengths: Costs, budget: int, oversized: Literal["error", "alone"] = "error") -> list[list[int]]:
+def pack_by_tokens(lengths: Costs, budget: int) -> list[list[int]]:
     """As few groups as first-fit decreasing finds, or fewer, whose lengths sum to at most `budget`; each index once.
 
-    A sample above the budget is an error, or with "alone" a group of its own."""
+    A sample above the budget is an error."""
     tokens = np.asarray(lengths, dtype=np.int64)
     if budget < 1:
         raise ValueError(f"a token budget of {budget} holds nothing; give 1 or more")
@@ -32,12 +31,12 @@ def pack_by_tokens(lengths: Costs, budget: int, oversized: Literal["error", "alo
     if tokens.min() < 0:
         raise ValueError(f"sample {tokens.argmin()} has {tokens.min()} tokens")
     longest = int(tokens.max())
-    if longest > budget and oversized == "error":
+    if longest > budget:
         raise ValueError(f"a sample of {longest} tokens is above micro_batch_tokens={budget}; raise it to {longest} or more")
     from megappo.data import balance_loops as loops  # numba, which only who packs needs
 
     order = small_first(-tokens)
-    descending = np.minimum(tokens[order], budget)
+    descending = tokens[order]
     group = loops.first_fit(descending, budget)
     count = int(group.max()) + 1
     if count > -(-int(descending.sum()) // budget) and len(tokens) <= FULLEST_ITEMS:

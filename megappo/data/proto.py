@@ -138,16 +138,6 @@ class DataProto:
             raise ValueError(f"cannot split into batches of {size} rows; give 1 or more")
         return [self[start : start + size] for start in range(0, len(self), size)]
 
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` consecutive batches of equally many rows. Rows that do not divide are an error: pad them first."""
-        if chunks < 1 or len(self) % chunks:
-            raise ValueError(
-                f"{len(self)} rows cannot be cut into {chunks} equal chunks; pad_dataproto_to_divisor makes the rows divide, "
-                f"split(size) takes a smaller last batch"
-            )
-        size = len(self) // chunks
-        return [self[start * size : (start + 1) * size] for start in range(chunks)]
-
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
         """The rows of all parts one below the other. Columns must be the same in all; facts of the same name must be equal."""
@@ -190,20 +180,6 @@ class DataProto:
             order = torch.randperm(len(self), generator=generator)
             for start in range(0, len(self), mini_batch_size):
                 yield self[order[start : start + mini_batch_size]]
-
-    def to(self, device: torch.device | str) -> DataProto:
-        """The same batch with its tensors on a device."""
-        return DataProto(self.batch.to(device), self.non_tensor_batch, self.meta_info)
-
-    def to_wire(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(header, tensors): a header of plain values and the tensors as they are, for a channel that pickles nothing."""
-        columns = {name: column.tolist() for name, column in self.non_tensor_batch.items()}
-        return {"rows": len(self), "columns": columns, "meta": dict(self.meta_info)}, self.tensors()
-
-    @staticmethod
-    def from_wire(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DataProto:
-        """What `to_wire` gave, at the other end."""
-        return DataProto.from_dict(tensors, header["columns"], header["meta"], num_rows=header["rows"])
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megappo.algorithms.skip import SkipReason, skip_flags, skip_reason
 from megappo.config.schema import OptimizerConfig
 from megappo.errors import RunFailed
 from megappo.models.gpt import GPTChunk
+from megappo.models.lr_schedule import lr_scheduler
 from megappo.models.microbatch import NUMBER, MicroBatch, MicroBatching, make_micro_batches
 from megappo.models.unpack import unpack_responses
 from megappo.parallel_state.device import device, has_cuda
@@ -133,19 +133,7 @@ class Trainee(PipelineModel):
         config = self.chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=optimizer.lr,
-            min_lr=optimizer.lr * optimizer.min_lr_ratio,
-            lr_warmup_steps=optimizer.warmup_steps,
-            lr_decay_steps=max(optimizer.decay_steps or 1, optimizer.warmup_steps + 1),
-            lr_decay_style=optimizer.decay,
-            start_wd=optimizer.weight_decay,
-            end_wd=optimizer.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        self.scheduler = lr_scheduler(self.optimizer, optimizer)
 
     def update(self, batch: Batch, num_micro_batches: int, fields: tuple[str, ...], loss: Loss, step: int) -> dict[str, Any]:
         """One optimizer step on the sum of `loss` over all tokens of all data-parallel ranks, divided once by that of the shares.

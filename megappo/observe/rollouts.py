@@ -35,7 +35,7 @@ class RolloutRow:
     skipped: bool
     """Whether the reward failed and the sample was left out of the step."""
     learnt: bool
-    """Whether the step learns from it; false too where dynamic sampling left its prompt out."""
+    """Whether a step learns from it: not where dynamic sampling left its prompt out, nor in a validation."""
     temperature: float
     """That it was sampled at; 0: greedy."""
     prompt: str

@@ -67,10 +67,10 @@ def _outcome_advantages(rewards: Tensor, batch: DataProto, algorithm: AlgorithmC
     if kind == "rloo":
         return rloo_advantages(scores, groups, mask)
     if kind == "reinforce_plus_plus_baseline":
-        return reinforce_plus_plus_baseline_advantages(scores, groups, mask, whiten=False)
+        return reinforce_plus_plus_baseline_advantages(scores, groups, mask)
     if kind == "remax":
-        return remax_advantages(rewards, batch.batch["greedy_scores"], mask)[0]
-    return reinforce_plus_plus_advantages(rewards, mask, algorithm.gamma, whiten=False)[0]
+        return remax_advantages(rewards, batch.batch["greedy_scores"], mask)
+    return reinforce_plus_plus_advantages(rewards, mask, algorithm.gamma)
 
 
 def add_loss_weights(batch: DataProto, algorithm: AlgorithmConfig) -> Metrics:

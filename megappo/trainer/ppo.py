@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from megappo.algorithms.kl import adaptive_kl_coef
 from megappo.algorithms.masking import masked_mean
-from megappo.algorithms.skip import Skips
 from megappo.config.check import Plan
 from megappo.config.resolve import uses_critic
 from megappo.config.schema import UpdateConfig
@@ -34,7 +33,7 @@ class PPO:
         self.first_version = first_version
         self.passes = Passes(plan, workers)
         self.kl_coef = self.config.algorithm.kl_coef
-        self.skips = {"actor": Skips(), "critic": Skips()}
+        self.skips_in_a_row = {"actor": 0, "critic": 0}
         self.sampled: Sampled | None = None
         self.parameter_norm: float = workers.call("actor", "parameter_norm")[0]
 
@@ -110,14 +109,15 @@ class PPO:
         seed = self.config.run.seed * 1_000_003 + step
         for mini_batch in batch.make_iterator(section.mini_batch_size, section.epochs, seed):
             found, reason = self.passes.update(role, mini_batch, columns, step=step)
-            self.skips[role] = self.skips[role].after(reason)
             if reason is None:
+                self.skips_in_a_row[role] = 0
                 seen.append(found)
                 continue
             num_skipped += 1
-            if self.skips[role].in_a_row >= self.config.trainer.max_skips:
+            self.skips_in_a_row[role] += 1
+            if self.skips_in_a_row[role] >= self.config.trainer.max_skips:
                 raise RunFailed(
-                    f"{role}: {self.skips[role].in_a_row} optimizer steps in a row were skipped (trainer.max_skips), the last "
+                    f"{role}: {self.skips_in_a_row[role]} optimizer steps in a row were skipped (trainer.max_skips), the last "
                     f"for this: {reason}. Weights and optimizer are as before them; lower {role}.optimizer.lr, or look at the "
                     f"rollouts of this step"
                 )

@@ -82,8 +82,8 @@ def to_batch(samples: Sequence[Sample], pad_id: int) -> DataProto:
     return batch
 
 
-def to_rows(samples: Sequence[Sample], scores: Scores, learnt: Collection[int] | None = None) -> list[RolloutRow]:
-    """What is written of the samples. learnt: numbers of those that a step learns from; None: all that have a score."""
+def to_rows(samples: Sequence[Sample], scores: Scores, learnt: Collection[int] = ()) -> list[RolloutRow]:
+    """What is written of the samples. learnt: numbers of those that a step learns from."""
     return [
         RolloutRow(
             sample_id=i,
@@ -99,7 +99,7 @@ def to_rows(samples: Sequence[Sample], scores: Scores, learnt: Collection[int] |
             reward=math.nan if scores.skipped[i] else scores.values[i],
             reward_parts={name: values[i] for name, values in scores.parts.items()},
             skipped=scores.skipped[i],
-            learnt=i in learnt if learnt is not None else not scores.skipped[i],
+            learnt=i in learnt,
             temperature=s.temperature,
             prompt=s.row.prompt_text,
             response=s.text,

@@ -102,7 +102,7 @@ def pack_multiples(folder: Path) -> list[int]:
 def values(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way) -> Any:
     """Values by the model of a folder that has a score head."""
     groups = create_role_groups({"critic": layout_for(folder, layout)}, seed=1)["critic"]
-    model = Trainee(load_model(folder, groups, layout, "value"), groups, how.batching, OptimizerConfig(), "critic")
+    model = Trainee(load_model(folder, groups, layout, "value"), groups, how.batching, OptimizerConfig(decay_steps=1), "critic")
     return Critic(model, None).compute_values(*how.rows(groups, batch))[0]
 
 
@@ -111,7 +111,7 @@ def gradients(
 ) -> list[Any]:
     """One update of the untouched actor by each algorithm. Returns for each (metrics, pieces of the gradient)."""
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
-    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-30), "actor")
+    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-30, clip_grad=0.0), "actor")
     rows, number = how.rows(groups, batch)
     found = []
     for algorithm in algorithms:
@@ -153,7 +153,7 @@ def assemble(by_rank: list[list[Any]]) -> dict[str, torch.Tensor]:
 def first_update_after_scoring(folder: Path, layout: Layout, batch: dict[str, torch.Tensor], how: Way) -> Any:
     """Score the batch, then update on the same micro-batches: the ratio must be 1. Returns the update's metrics."""
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
-    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-3), "actor")
+    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-3, decay_steps=1), "actor")
     actor = Actor(model, 0.7, AlgorithmConfig(), 0.0)
     rows, number = how.rows(groups, batch)
     scored = actor.compute_log_probs(rows, number)[0]

@@ -294,7 +294,7 @@ def train_and_save(actor: Path, critic: Path, folder: Path, distributed: bool) -
         with roles[role].active():
             chunks = build_chunks(shape_of(source, head), roles[role], torch.float32)
         load_weights(source, chunks, roles[role])
-        how = OptimizerConfig(lr=1e-2, distributed=distributed and role == "actor")
+        how = OptimizerConfig(lr=1e-2, decay_steps=1, distributed=distributed and role == "actor")
         models[role] = Trainee(chunks, roles[role], MicroBatching(), how, role)
         savable[role] = Savable(chunks, roles[role], source)
     save_step(folder, savable, 1)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.distributed
 
 TEMPERATURE = 0.7
 # eps above the rounding error of a gradient: below it Adam's first step turns rounding into whole learning rates.
-OPTIMIZER = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
+OPTIMIZER = OptimizerConfig(lr=1e-3, decay_steps=1, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
 HIDDEN_STATES = {"log_probs_from": "hidden_states"}
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "one_tied": ({}, True),

@@ -19,7 +19,7 @@ from tests.pool import Pool
 pytestmark = pytest.mark.distributed
 
 LR = 1e-3
-OPTIMIZER = OptimizerConfig(lr=LR, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
+OPTIMIZER = OptimizerConfig(lr=LR, decay_steps=1, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
 KEPT = [0, 1, 5]
 ALL = make_batch([5, 1, 9, 3, 2, 4], [7, 4, 1, 6, 12, 2])
 SKIPPING = {**ALL, "response_mask": ALL["response_mask"] & torch.tensor([i in KEPT for i in range(6)])[:, None]}

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megappo.config.schema import AlgorithmConfig, ImportanceConfig
 from megappo.data.packing import BatchPlan
@@ -91,6 +93,45 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(
 ) -> None:
     layout, way = SPLITS[split]
     assert_same(gradients(pool, llama_folder, layout, BATCH, way), together)
+
+
+def independent_loss(kind: int, log_p: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
+    """Sum over the valid tokens of one response of what ALGORITHMS[kind] minimises, from the papers' formulas."""
+    ratio, d = (log_p - old).exp(), log_p - ref
+    if kind == 0:
+        loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(0.8, 1.3))
+        loss = torch.where(gain < 0, torch.minimum(loss, -1.5 * gain), loss) + 0.1 * ((-d).exp() - 1 + d)
+    elif kind == 1:
+        whole = (log_p - old).mean().exp().detach() * (log_p - log_p.detach()).exp()
+        loss = torch.maximum(-gain * whole, -gain * whole.clamp(0.8, 1.2))
+    elif kind == 2:
+        loss = -ratio.clamp(0.8, 1.2).detach() * gain * log_p * weight + 0.1 * d.square() / 2
+    else:
+        loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(0.8, 1.2))
+    loss = loss - 0.01 * entropy
+    return loss.mean() if kind == 1 else loss.sum()
+
+
+@pytest.mark.parametrize("kind", range(len(ALGORITHMS)))
+def test_each_algorithm_equals_plain_autograd_on_transformers(llama_folder: Path, together: list[Any], kind: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float64)
+    mask, samples = BATCH["response_mask"], len(BATCH["response_mask"])
+    divisor = [int(mask.sum()), samples, samples * 12, samples][kind]
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(samples):
+        there = BATCH["attention_mask"][i]
+        ids, num_responses = BATCH["input_ids"][i][there], int(there[-mask.shape[1] :].sum())
+        log_p = model(ids[None]).logits[0, -num_responses - 1 : -1].log_softmax(-1)
+        valid = mask[i, :num_responses]
+        names = ("old_log_probs", "ref_log_probs", "advantages", "importance")
+        columns = [BATCH[name][i, :num_responses][valid].double() for name in names]
+        chosen = log_p.gather(1, ids[-num_responses:, None]).squeeze(1)
+        total = total + independent_loss(kind, chosen[valid], -(log_p.exp() * log_p).sum(-1)[valid], *columns)
+    (total / divisor).backward()
+    metrics, tensors = together[kind]
+    assert metrics["loss"] == pytest.approx(total.item() / divisor, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert ((tensors[name] - parameter.grad).norm() / parameter.grad.norm()).item() <= 1e-4, name
 
 
 def test_the_algorithms_differ(together: list[Any]) -> None:

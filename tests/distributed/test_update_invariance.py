@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 LR = 1e-3
 # eps above the rounding error of a gradient: below it Adam's first step turns rounding into whole learning rates.
-OPTIMIZER = OptimizerConfig(lr=LR, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
+OPTIMIZER = OptimizerConfig(lr=LR, decay_steps=1, betas=(0.9, 0.95), clip_grad=1.0, eps=1e-7)
 DISTRIBUTED = replace(OPTIMIZER, distributed=True)
 HOW = Way(size=2)
 BATCH = make_batch([5, 1, 9, 3, 2, 4, 6, 3], [7, 4, 1, 6, 12, 2, 3, 8])

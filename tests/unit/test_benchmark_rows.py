@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import algorithms, algorithms_batches, algorithms_gae, algorithms_heads, parts, peers
+from benchmarks import algorithms, algorithms_batches, algorithms_gae, algorithms_heads, algorithms_workers, parts, peers
 from benchmarks import report as report_module
 from benchmarks.report import Row, beside
 
@@ -122,6 +122,14 @@ def test_the_output_head_is_judged_by_verl_by_the_logits_and_by_matmuls() -> Non
         "hidden_memory_vs_logits": (25, True),
     }
     assert by_name(algorithms_heads.rows(heads(peer=False)))["logprob_entropy_vs_verl"].met is None
+
+
+def test_batches_to_workers_are_judged_whole_and_only_shown_in_quarters() -> None:
+    seconds = {"ours": 1.0, "peer": 25.0}
+    rows = by_name(algorithms_workers.rows({"whole": seconds, "quarters": seconds}))
+    assert rows["batch_to_workers_vs_pickle"].met is True
+    assert rows["batch_rows_to_workers_vs_pickle"].met is None
+    assert all(row.met is None for row in algorithms_workers.rows({"whole": {"ours": 1.0}, "quarters": {"ours": 1.0}}))
 
 
 def test_a_part_answers_through_a_file_and_its_failure_ends_the_run(tmp_path: Path) -> None:

@@ -138,13 +138,13 @@ def test_rollouts_tell_a_skipped_sample_from_one_that_scored_0() -> None:
     ppo, _, _ = step([0, 1], skipped=[1])
     assert ppo.sampled is not None
     samples, scores = ppo.sampled.samples, ppo.sampled.scores
-    kept, skipped = to_rows(samples, scores)
+    kept, skipped = to_rows(samples, scores, ppo.sampled.learnt)
     assert (kept.skipped, kept.reward, kept.reward_parts) == (False, 1.0, {"half": 0.5})
     assert skipped.skipped and math.isnan(skipped.reward) and math.isnan(skipped.reward_parts["half"])
     assert (kept.learnt, skipped.learnt) == (True, False)
     whole = replace(scores, skipped=(False, False), failed=(False, False))
     assert [row.reward for row in to_rows(samples, whole)] == [1.0, 0.0]
-    assert [row.learnt for row in to_rows(samples, whole, learnt={1})] == [False, True]
+    assert [row.learnt for row in to_rows(samples, whole)] == [False, False]  # of a validation
 
 
 def test_batches_are_cut_evenly_and_come_back_in_their_order() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant_length"]

@@ -25,7 +25,7 @@ from megappo.pp_weights.manifest import round_up
 
 logger = logging.getLogger("megappo")
 
-SHARED_FROM_BYTES = 65536  # less is sent sooner than mapped
+SHARED_FROM_BYTES = 512 * 1024  # less is sent sooner than laid out and mapped, as measured with 4 ranks
 MOST_MEMORIES = 4  # where workers keep the tensors of as many calls, the next ones come over their sockets
 ALIGNMENT_BYTES = 64
 

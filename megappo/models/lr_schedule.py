@@ -9,8 +9,8 @@ from megappo.config.schema import OptimizerConfig
 
 
 def lr_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """Sets the learning rate of the optimizer's parameters at each step s = 1, 2 ... of the run. With w warm-up steps, the decay's
-    end d, high = lr, low = min_lr_ratio * lr and p = (s - w) / (d - w):
+    """Sets the learning rate of the optimizer's parameters at each step s = 1, 2 ... of the run. With w warm-up steps, the end d
+    of the decay, high = lr, low = min_lr_ratio * lr and p = (s - w) / (d - w):
 
         s <= w           high * s / w
         w < s <= d       constant: high

@@ -58,9 +58,8 @@ class Passes:
             multiple=layout.pp if layout.vpp > 1 else 1,  # megatron's interleaved schedule wants that
             costs=costs,
         )
-        inputs = padded[:]  # `reorder` is in place
-        inputs.reorder(cut.order)
-        tensors = inputs.tensors() | {"micro_batch": torch.tensor(cut.micro_batch)}
+        padded.reorder(cut.order)
+        tensors = padded.tensors() | {"micro_batch": torch.tensor(cut.micro_batch)}
         columns, metrics = self.workers.call(role, method, tensors, num_micro_batches=cut.num_micro_batches, **kwargs)
         results = DataProto.from_dict(columns, num_rows=len(padded))
         results.reorder(cut.restore)

@@ -33,6 +33,7 @@ class PPO:
         self.first_version = first_version
         self.passes = Passes(plan, workers)
         self.kl_coef = self.config.algorithm.kl_coef
+        self.max_skips = self.config.trainer.max_skips
         self.skips_in_a_row = {"actor": 0, "critic": 0}
         self.sampled: Sampled | None = None
         self.parameter_norm: float = workers.call("actor", "parameter_norm")[0]
@@ -115,7 +116,7 @@ class PPO:
                 continue
             num_skipped += 1
             self.skips_in_a_row[role] += 1
-            if self.skips_in_a_row[role] >= self.config.trainer.max_skips:
+            if self.skips_in_a_row[role] >= self.max_skips:
                 raise RunFailed(
                     f"{role}: {self.skips_in_a_row[role]} optimizer steps in a row were skipped (trainer.max_skips), the last "
                     f"for this: {reason}. Weights and optimizer are as before them; lower {role}.optimizer.lr, or look at the "

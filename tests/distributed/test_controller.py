@@ -343,7 +343,7 @@ def test_a_stranger_without_the_token_is_not_heard(tmp_path):
 # -- large tensors -------------------------------------------------------------------------------------------------------
 
 
-def large_batch(rows=7, width=9_000) -> dict[str, torch.Tensor]:
+def large_batch(rows=7, width=90_000) -> dict[str, torch.Tensor]:
     """Tensors of several kinds, of which some are no plain blocks."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 50_000, (width, rows), generator=generator).t()
@@ -402,7 +402,7 @@ def test_each_rank_gets_large_tensors_of_its_own(tmp_path):
 def test_a_tensor_that_a_worker_keeps_does_not_change_and_memory_is_used_again(tmp_path):
     def drive(group):
         def give(value):
-            return {"a": torch.full((50_000,), float(value)), "b": torch.full((50_000,), float(value))}
+            return {"a": torch.full((100_000,), float(value)), "b": torch.full((100_000,), float(value))}
 
         group.call("actor", "keep", give(1), name="a")
         group.call("actor", "keep", give(2), name="b")

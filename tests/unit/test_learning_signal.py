@@ -86,6 +86,34 @@ def test_advantages_without_a_critic(kind: str, whiten: bool) -> None:
     assert metrics["actor/ref_kl"] == pytest.approx((old - ref).mean().item(), abs=1e-6)
 
 
+def test_whitening_is_over_tokens_not_samples_and_only_those_that_count() -> None:
+    nan, yes, no = math.nan, True, False
+    columns = {"old_log_probs": torch.zeros(2, 3)}
+    plus_plus = DataProto.from_dict(
+        {
+            **columns,
+            "response_mask": torch.tensor([[yes, no, yes], [yes, yes, no]]),  # a tool span in the middle
+            "ref_log_probs": torch.tensor([[0.5, nan, 0.0], [0.0, 0.0, nan]]),
+            "learnt_scores": torch.tensor([1.0, 2.0]),
+            "group_ids": torch.tensor([0, 1]),
+        }
+    )
+    add_advantages(plus_plus, algorithm(advantages="reinforce_plus_plus", gamma=0.5), kl_coef=1.0)
+    # .5 + 1 / 2 and 1; 2 / 2 and 2: mean 1.25, squares .0625 * 3 + .5625 = .75, over 3: variance .25
+    torch.testing.assert_close(plus_plus.batch["advantages"], torch.tensor([[-0.5, 0.0, -0.5], [-0.5, 1.5, 0.0]]))
+    baseline = DataProto.from_dict(
+        {
+            **columns,
+            "response_mask": torch.tensor([[yes, yes, yes], [yes, no, no]]),
+            "learnt_scores": torch.tensor([1.0, 0.0]),
+            "group_ids": torch.tensor([0, 0]),
+        }
+    )
+    add_advantages(baseline, algorithm(advantages="reinforce_plus_plus_baseline"), kl_coef=0.0)
+    # three tokens of .5, one of -.5: mean .25, variance (3 * .0625 + .5625) / 3 = .25
+    torch.testing.assert_close(baseline.batch["advantages"], torch.tensor([[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]]))
+
+
 def test_gae_has_the_returns_that_the_critic_learns() -> None:
     data = batch()
     add_advantages(data, algorithm(gamma=0.9, gae_lambda=0.8, whiten_advantages=False), kl_coef=0.3)

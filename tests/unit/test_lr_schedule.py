@@ -1,4 +1,4 @@
-"""Is the learning rate at each step the one on paper? Megatron's scheduler, as `Trainee` drives it, over an optimizer of torch."""
+"""Is the learning rate at each step the one on paper? Megatron's scheduler, as `Trainee` drives it, over a torch optimizer."""
 
 from __future__ import annotations
 

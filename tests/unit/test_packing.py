@@ -31,10 +31,9 @@ def test_eight_samples_of_seven_tokens_at_a_budget_of_eight_make_eight_groups():
     assert pack_by_tokens([7] * 8, 8) == [[i] for i in range(8)]
 
 
-def test_a_sample_above_the_budget_is_an_error_that_names_the_key_or_alone():
+def test_a_sample_above_the_budget_is_an_error_that_names_the_key():
     with pytest.raises(ValueError, match=r"a sample of 9 tokens is above micro_batch_tokens=8; raise it to 9 or more"):
         pack_by_tokens([7, 9, 1], 8)
-    assert sorted(pack_by_tokens([7, 9, 1], 8, oversized="alone")) == [[0, 2], [1]]
 
 
 def test_a_packing_that_first_fit_misses_is_found():

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.algorithms.masking import masked_mean
-from megappo.controller.wire import decode, encode, plain
 from megappo.data.proto import DataProto, pad_dataproto_to_divisor, union_tensor_dict, unpad_dataproto
 
 
@@ -190,14 +189,11 @@ def test_what_is_no_permutation_is_refused(order):
     assert ids(data) == [0, 1, 2]
 
 
-def test_split_chunk_and_concat():
+def test_split_and_concat():
     data = make(7, step=1)
     assert [ids(part) for part in data.split(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     whole = DataProto.concat(data.split(3))
     assert ids(whole) == list(range(7)) and whole.meta_info == {"step": 1}
-    assert [ids(part) for part in make(6).chunk(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ValueError, match="7 rows cannot be cut into 2 equal chunks; pad_dataproto_to_divisor"):
-        data.chunk(2)
     with pytest.raises(ValueError, match="cannot split into batches of 0 rows"):
         data.split(0)
 
@@ -246,30 +242,3 @@ def test_epochs_and_seeds_differ_and_nobodys_generator_is_touched():
     assert torch.equal(state, torch.get_rng_state())
     with pytest.raises(ValueError, match="mini_batch_size=0"):
         next(make(2).make_iterator(0, 1, 1))
-
-
-def test_a_batch_travels_as_header_and_tensors():
-    data = DataProto.from_dict(
-        {"x": torch.tensor([[1.5], [math.nan]], dtype=torch.bfloat16), "ids": torch.tensor([3, 4])},
-        {"answer": ["ä", None], "ids_of": np.array([[1, 2], [3, 4]]), "reward": np.array([0.5, 1.0])},
-        {"step": 3, "names": ["a"], "temperature": 0.7},
-    )
-    header, tensors = data.to_wire()
-    assert tensors["x"].data_ptr() == data.batch["x"].data_ptr(), "tensors go as they are"
-    frames = [bytes(frame) for frame in encode(plain(header), tensors)]
-    back = DataProto.from_wire(*decode(frames))
-    assert back.union(data).tensors().keys() == data.tensors().keys()  # equal, or this is an error
-    assert back.non_tensor_batch["ids_of"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_a_batch_of_no_rows_or_no_tensors_travels():
-    for data in (make(0), DataProto.from_dict(num_rows=2), DataProto.from_dict(non_tensors={"a": ["x", "y"]})):
-        header, tensors = data.to_wire()
-        back = DataProto.from_wire(*decode([bytes(frame) for frame in encode(plain(header), tensors)]))
-        assert len(back) == len(data) and set(back.non_tensor_batch) == set(data.non_tensor_batch)
-
-
-def test_what_json_cannot_hold_is_named_before_it_travels():
-    header, _ = DataProto.from_dict(non_tensors={"answer": ["a", {1, 2}]}).to_wire()
-    with pytest.raises(TypeError, match=r"batch\['columns'\]\['answer'\]\[1\] is a set"):
-        plain(header, "batch")

@@ -16,7 +16,7 @@ from megappo.controller.shared_rows import MOST_MEMORIES, MappedRows, Part, Shar
 from megappo.controller.wire import DTYPES
 from megappo.errors import PeerFailed
 
-LARGE = 40_000  # elements of 2 bytes or more: too many to be sent
+LARGE = 300_000  # elements of 2 bytes or more: too many to be sent
 
 
 @pytest.fixture
@@ -184,13 +184,13 @@ def test_little_goes_over_sockets_as_does_what_no_near_rank_is_called_with(share
 
 
 def test_where_there_is_too_little_memory_sockets_are_used_and_it_is_said_once(shared, monkeypatch, caplog):
-    monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: 1_000_000)
     with caplog.at_level(logging.WARNING):
         assert lay(shared, {"x": torch.zeros(LARGE)}) is None
         assert lay(shared, {"x": torch.zeros(LARGE)}) is None
-        assert lay(shared, {"x": torch.zeros(20_000)}) is not None
+        assert lay(shared, {"x": torch.zeros(200_000)}) is not None
     assert [record.getMessage() for record in caplog.records] == [
-        "0.2 MiB of a call's tensors do not go into shared memory: 0.1 MiB are free; the ranks of this host get them over "
+        "1.1 MiB of a call's tensors do not go into shared memory: 1.0 MiB are free; the ranks of this host get them over "
         "sockets, a copy each, which is slower"
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megappo.algorithms.skip import Skips, skip_flags, skip_reason
+from megappo.algorithms.skip import skip_flags, skip_reason
 
 NAN, INF = float("nan"), float("inf")
 
@@ -31,10 +31,3 @@ def test_a_tensor_of_gradients_counts_once_and_flags_are_never_nan() -> None:
     flags = skip_flags(torch.tensor(NAN), torch.tensor([1.0, NAN, INF]), torch.tensor(3))
     assert flags.tolist() == [3.0, 1.0, 1.0]
     assert flags.dtype == torch.float64
-
-
-def test_skips_are_counted_in_all_and_in_a_row() -> None:
-    skips = Skips()
-    for reason in (None, "no valid token", "loss not finite", None, "gradient not finite"):
-        skips = skips.after(reason)  # type: ignore[arg-type]
-    assert skips == Skips(total=3, in_a_row=1)

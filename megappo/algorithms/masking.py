@@ -49,7 +49,8 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """
     kept = zero_masked(values, mask)
     count = mask.count_nonzero()  # many times faster than the sum of a bool tensor
-    centred = zero_masked(kept - kept.sum() / count.clamp(min=1), mask)
+    mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)  # exact: the rest would be blown up where values do not vary
+    centred = zero_masked(kept - mean.float(), mask)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)
 

@@ -136,11 +136,11 @@ def _hand_over(item: int, giver: int, taker: int, first: Any, follows: Any, grou
     group[item] = taker
 
 
-@njit("int64(float64[::1], int64[::1], int64, int64, int64, int64[::1], int64, float64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(float64[::1], int64[::1], int64, int64, int64, int64[::1], int64, float64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def refine(
     costs: Any, group: Any, k: int, min_size: int, max_size: int, tokens: Any, budget: int, floor: float, max_steps: int
-) -> int:
-    """Lower the largest sum by moves and swaps between its group and another, in place, as long as one helps. Returns the steps.
+) -> None:
+    """Lower the largest sum by moves and swaps between its group and another, in place, as long as one helps.
 
     Each brings the two sums as close together as one item for at most one item can; groups keep min_size..max_size items and at
     most `budget` of `tokens`. Over where no sum is above `floor`, the least that the largest can be."""
@@ -156,14 +156,14 @@ def refine(
         sizes[g] += 1
         filled[g] += tokens[item]
         sums[g] += costs[item]
-    for step in range(max_steps):
+    for _ in range(max_steps):
         high = 0
         for g in range(k):
             lowness[g] = -sums[g]
             if sums[g] > sums[high]:
                 high = g
         if sums[high] <= floor:
-            return step
+            return
         found = False
         item_down, item_up = NONE, NONE
         _make_heap(heap, lowness)
@@ -198,7 +198,7 @@ def refine(
                         found, apart, item_down, item_up = True, remains, item, rival
                 item = follows[item]
         if not found:
-            return step
+            return
         less, more = costs[item_down], tokens[item_down]
         _hand_over(item_down, high, low, first, follows, group)
         if item_up != NONE:
@@ -212,7 +212,6 @@ def refine(
         filled[low] += more
         sums[high] -= less
         sums[low] += less
-    return max_steps
 
 
 @njit("int64[::1](int64[::1], int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]

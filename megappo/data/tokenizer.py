@@ -143,6 +143,9 @@ class HfTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # the tokenizers library raises just that
             raise UserError(f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); copy it again") from error
+        self._backend: Any = self._tokenizer.backend_tokenizer  # twice as fast as transformers' own `encode`
+        self._backend.no_truncation()  # what tokenizer.json may ask for
+        self._backend.no_padding()
         self._folder = folder
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
@@ -159,7 +162,7 @@ class HfTokenizer:
         self._byte_ids = [i for i in byte_ids if i is not None] if None not in byte_ids else []
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return _with_bos(ids, self.bos_id if add_bos else None)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from megappo.algorithms.kl import adaptive_kl_coef
 from megappo.algorithms.masking import masked_mean
+from megappo.algorithms.skip import SkipReason
 from megappo.config.check import Plan
 from megappo.config.resolve import uses_critic
 from megappo.config.schema import UpdateConfig
@@ -117,11 +118,7 @@ class PPO:
             num_skipped += 1
             self.skips_in_a_row[role] += 1
             if self.skips_in_a_row[role] >= self.max_skips:
-                raise RunFailed(
-                    f"{role}: {self.skips_in_a_row[role]} optimizer steps in a row were skipped (trainer.max_skips), the last "
-                    f"for this: {reason}. Weights and optimizer are as before them; lower {role}.optimizer.lr, or look at the "
-                    f"rollouts of this step"
-                )
+                raise RunFailed(_too_many_skips(role, self.max_skips, reason))
         means = {name: sum(m[name] for m in seen) / len(seen) for name in (seen[0] if seen else ())}
         return {f"{role}/{name}": value for name, value in {**means, "skipped": num_skipped}.items()}
 
@@ -140,3 +137,13 @@ class PPO:
                 f"rollout.logprob_tolerance={rollout.logprob_tolerance:g}; the engine does not hold the trainer's weights, or "
                 f"computes with less precision (then raise the tolerance)"
             )
+
+
+def _too_many_skips(role: str, number: int, reason: SkipReason) -> str:
+    advice = f"lower {role}.optimizer.lr, or look at the rollouts of this step"
+    if reason == "no valid token":
+        advice = "rewards fail, or no prompt has responses that score differently: look at the rollouts of this step"
+    return (
+        f"{role}: {number} optimizer steps in a row were skipped (trainer.max_skips), the last for this: {reason}. Weights and "
+        f"optimizer are as before them; {advice}"
+    )

@@ -42,6 +42,10 @@ def share_of_even_digits(prompt, response, answer, row):
     return sum(symbol in "02468" for symbol in response) / 6
 
 
+def always_the_same(prompt, response, answer, row):
+    return 0.5
+
+
 def fails_at_step_2(prompt, response, answer, row, calls=[]):
     calls.append(prompt)
     if len(calls) > 16:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import shutil
 
+import pytest
+import torch
+
+from megappo.checkpoint.source import hf_tensors
 from megappo.observe.metrics import METRICS
 from tests.e2e.command import WITH_OPTIONS, Ended, Scene
 
@@ -22,13 +26,16 @@ OPTIONS = (
     "actor.micro_batch_tokens=300",
     "actor.score_micro_batch_tokens=500",
     "actor.balance=flops",
-    "critic={start: fresh, warmup_steps: 1, balance: flops}",
+    "critic={start: fresh, path: sizes, warmup_steps: 1, balance: flops}",
+    "trainer.save_every=3",
     "reward={scale: 2.0, divide_by_std: true, clip: 3.0, overlong_buffer: 3, overlong_penalty: 0.5}",
 )
 
 
 @pytest.fixture(scope="module")
 def options(scene: Scene) -> Ended:
+    (scene.folder / "sizes").mkdir()
+    shutil.copy(scene.folder / "model" / "config.json", scene.folder / "sizes")
     return scene.run("options", *OPTIONS)
 
 
@@ -44,6 +51,14 @@ def test_in_the_critics_warm_up_the_actor_stays_as_it_is(options: Ended) -> None
     assert first["actor/param_norm_delta"] == 0 and "actor/pg_loss" not in first
     assert second["actor/param_norm_delta"] != 0 and "actor/pg_loss" in second
     assert all(row["critic/grad_norm"] > 0 for row in options.metrics)
+
+
+def test_a_critic_that_began_with_random_weights_is_saved_like_any_other(options: Ended) -> None:
+    tensors = dict(hf_tensors(options.run_dir / "checkpoints" / "step_000003" / "critic"))
+    assert tensors["score.weight"].abs().max() > 0
+    actor = dict(hf_tensors(options.run_dir / "checkpoints" / "step_000003" / "actor"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert tensors[name].shape == actor[name].shape and not torch.allclose(tensors[name], actor[name], atol=1e-3)
 
 
 def test_the_kl_coefficient_follows_its_target(options: Ended) -> None:

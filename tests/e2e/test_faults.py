@@ -224,3 +224,14 @@ def test_a_reward_file_that_cannot_be_imported_ends_the_run_before_the_models_ar
     )
     assert (ended.failure["rank"], ended.failure["phase"]) == (0, "load rewards")
     assert ended.stdout == ""
+
+
+@pytest.mark.long
+def test_a_run_that_cannot_learn_anything_ends_and_says_so(scene: Scene) -> None:
+    """Every response scores alike, so dynamic sampling leaves no token that counts."""
+    options = ("rollout.engine=hf", "actor.parallel={pp: 1, vpp: 1}", "reward.function=reward.py:always_the_same", "rollout.n=2")
+    options += ("algorithm.dynamic_sampling_rounds=1", "trainer={batch_size: 4, max_skips: 2, validate_every: 0, save_every: 0}")
+    run = scene.run("hopeless", *options, "actor.mini_batch_size=4", "critic.mini_batch_size=4", "data.validation=null", expect=1)
+    assert (
+        "critic: 2 optimizer steps in a row were skipped (trainer.max_skips), the last for this: no valid token." in run.message
+    )

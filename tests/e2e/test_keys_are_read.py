@@ -62,7 +62,11 @@ def test_every_key_is_read_by_some_command(scene: Scene, tmp_path: Path) -> None
     program = ("-c", RECORDING, str(notes))
     parts = "reward.parts=[{function: 'reward.py:share_of_even_digits', weight: 2.0, name: even}]"
     short = ("trainer.steps=2", "actor.parallel={pp: 1, vpp: 1}", "eval.max_rows=2", "data.overlong=truncate_left")
-    short += ("rollout.max_prompt_tokens=100", "algorithm={kl_coef: 0.1, kl_target: 0.1, kl_loss_coef: 0.1}", "reward.overlong_buffer=2")
+    short += (
+        "rollout.max_prompt_tokens=100",
+        "algorithm={kl_coef: 0.1, kl_target: 0.1, kl_loss_coef: 0.1}",
+        "reward.overlong_buffer=2",
+    )
     scene.run("read", *short, "reward.function=exact_match", parts, program=program)
     hf = ("rollout.engine=hf", "actor.parallel={pp: 1, vpp: 1}")
     groups = ("algorithm.advantages=grpo", "rollout.n=2", "trainer.batch_size=8", "trainer.steps=1")

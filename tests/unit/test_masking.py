@@ -73,6 +73,13 @@ def test_whitening_few_tokens_is_finite() -> None:
         torch.testing.assert_close(masked_whiten(values, torch.tensor(mask)), torch.tensor(wanted))
 
 
+@pytest.mark.parametrize("value", [0.7, -50.3, 1e4])
+def test_values_that_do_not_vary_whiten_to_0_however_many(value: float) -> None:
+    """A mean summed in float32 is off by rounding, which division by nearly no deviation blows up."""
+    values, mask = torch.full((100, 1003), value), torch.rand(100, 1003) > 0.1
+    assert masked_whiten(values, mask).abs().max() == 0
+
+
 @pytest.mark.parametrize("offset, atol", [(0, 1e-6), (100, 1e-4)])
 def test_whitening_equals_the_definition_in_float64(offset: int, atol: float) -> None:
     torch.manual_seed(0)

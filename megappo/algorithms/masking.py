@@ -47,10 +47,13 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     The variance is unbiased (divides by count - 1). Always finite: one valid token or constant values give 0.
     """
-    kept = zero_masked(values, mask)
     count = mask.count_nonzero()  # many times faster than the sum of a bool tensor
-    mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)  # exact: the rest would be blown up where values do not vary
-    centred = zero_masked(kept - mean.float(), mask)
+    if not count:
+        return torch.zeros_like(values, dtype=torch.float32)
+    # From one of the values, so that none is left where they do not vary: rounding would be divided by nearly 0.
+    anchor = values.flatten()[mask.flatten().view(torch.uint8).argmax()].float()
+    offsets = zero_masked(values - anchor, mask)
+    centred = zero_masked(offsets - offsets.sum() / count, mask)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)
 

@@ -75,7 +75,8 @@ class Sampler:
         self._add_scores(batch, [samples[i] for i in chosen], [scores.values[i] for i in chosen], counts)
         if config.algorithm.advantages == "remax":
             self._add_greedy_scores(batch, [samples[i].row for i in chosen[::n]], step, metrics)
-        learnt = frozenset(i for i, counted in zip(chosen, counts.tolist(), strict=True) if counted)
+        counting = batch.batch["response_mask"].any(dim=1).tolist()
+        learnt = frozenset(i for i, counts_still in zip(chosen, counting, strict=True) if counts_still)
         return Sampled(samples, scores, learnt, batch)
 
     def _add_scores(self, batch: DataProto, samples: Sequence[Sample], values: Sequence[float], counts: torch.Tensor) -> None:

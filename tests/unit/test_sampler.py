@@ -103,6 +103,7 @@ def test_remax_takes_the_score_of_the_greedy_response_and_leaves_prompts_without
     sampled = sampler(script, 2, 2, {"advantages": "remax"}, scale=2.0).sample(1, {})
     assert script.temperatures == [1.0] * 4 + [0.0] * 2
     assert sampled.batch.batch["learnt_scores"].tolist() == [2.0, 0.0, 1.0, 0.5]
+    assert sampled.learnt == {0, 1}
     assert sampled.batch.batch["greedy_scores"].tolist() == [1.5, 1.5, 0.0, 0.0]
     assert sampled.batch.batch["response_mask"].any(dim=1).tolist() == [True, True, False, False]
 

@@ -114,6 +114,14 @@ def test_whitening_is_over_tokens_not_samples_and_only_those_that_count() -> Non
     torch.testing.assert_close(baseline.batch["advantages"], torch.tensor([[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]]))
 
 
+def test_grpo_without_the_deviation() -> None:
+    data = batch()
+    add_advantages(data, algorithm(advantages="grpo", normalize_by_std=False, kl_coef=0.3), kl_coef=0.3)
+    mask = data.batch["response_mask"]
+    want = torch.tensor([v for row in by_hand(data, "reinforce_plus_plus_baseline", 0.3, 1.0) for v in row])  # not whitened
+    torch.testing.assert_close(data.batch["advantages"][mask], want, atol=1e-5, rtol=1e-5)
+
+
 def test_gae_has_the_returns_that_the_critic_learns() -> None:
     data = batch()
     add_advantages(data, algorithm(gamma=0.9, gae_lambda=0.8, whiten_advantages=False), kl_coef=0.3)

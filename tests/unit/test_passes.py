@@ -13,6 +13,7 @@ from torch import Tensor
 from megappo.config.check import Plan
 from megappo.config.schema import ActorConfig, Config, CriticConfig
 from megappo.controller.dispatch import split_rows
+from megappo.data.packing import plan_batch
 from megappo.data.proto import DataProto
 from megappo.models.shape import ModelShape
 from megappo.parallel_state.layout import ParallelLayout
@@ -113,5 +114,29 @@ def test_only_the_named_columns_travel() -> None:
 def test_a_role_is_cut_as_its_own_section_says(role: str) -> None:
     workers = Workers()
     batch = batch_of([1, 1, 1, 1, 1, 1, 1, 1])
-    passes(workers, ActorConfig(micro_batch_size=8)).score(role, "score", batch)
-    assert workers.sent[0][3] == (1 if role == "actor" else 8 // CriticConfig().micro_batch_size)
+    passes(workers, ActorConfig(micro_batch_size=4)).score(role, "score", batch)
+    assert workers.sent[0][3] == (2 if role == "actor" else 8 // CriticConfig().micro_batch_size)
+
+
+def test_ranks_are_made_equal_in_tokens_or_in_flops() -> None:
+    """Lengths at which both differ, and FLOPs with and without the embedding, which is looked up and not multiplied."""
+    lengths = [58, 1, 3, 35, 4, 34]
+    layer = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8  # q, k, v, o; gate, up, down; two norms
+    parameters = 4 * layer + 8 + 50 * 8  # final norm, head
+    flops = [2 * parameters * n + 2 * 4 * 8 * n * n for n in lengths]  # 4 layers, 2 heads of 4
+    found = {}
+    for balance in ("tokens", "flops"):
+        workers = Workers()
+        batch = batch_of([n - 1 for n in lengths])
+        passes(workers, ActorConfig(micro_batch_size=3, balance=balance), dp=2).score("actor", "score", batch)  # type: ignore[arg-type]
+        found[balance] = workers.sent[0][2]["sample_ids"].tolist()
+    assert found["tokens"] == plan_batch(lengths, 2, size=3).order
+    assert found["flops"] == plan_batch(lengths, 2, size=3, costs=flops).order
+    assert (
+        found["flops"] != found["tokens"]
+        and found["flops"] != plan_batch(lengths, 2, size=3, costs=_with_embedding(lengths)).order
+    )
+
+
+def _with_embedding(lengths: list[int]) -> list[int]:
+    return [2 * SHAPE.num_parameters * n + 2 * 4 * 8 * n * n for n in lengths]

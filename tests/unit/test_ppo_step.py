@@ -28,7 +28,7 @@ SCORES = (1.0, -50.0, 0.5, 70.0)
 
 
 class Workers:
-    """Log-probs are -id / 10 and values id / 5; updates are kept."""
+    """Log-probs are -id / 10, the reference's -id / 20, and values id / 5; updates are kept."""
 
     world_size = 1
 
@@ -45,7 +45,8 @@ class Workers:
             assert tensors is not None
             mask = tensors["response_mask"]
             ids = tensors["input_ids"][:, -mask.shape[1] :] * mask
-            return ({"log_probs": -ids / 10} if method == "compute_log_probs" else {"values": ids / 5}), {}
+            log_probs = -ids / (10 if role == "actor" else 20)
+            return ({"log_probs": log_probs} if method == "compute_log_probs" else {"values": ids / 5}), {}
         return [{"offload": {}, "publish": {"weights/bytes": 8.0}}.get(method, 1.0)]
 
     def close(self) -> None: ...
@@ -201,3 +202,11 @@ def test_the_actor_gets_the_columns_that_its_loss_needs() -> None:
     _, _, workers = step([0, 1], algorithm=AlgorithmConfig())
     assert workers.updates["actor"][0].keys() == common | columns
     assert workers.updates["critic"][0].keys() == common | {"values", "returns"}
+
+
+def test_the_kl_to_the_reference_is_measured_and_its_coefficient_adapted() -> None:
+    ppo, metrics, _ = step([0, 1], algorithm=AlgorithmConfig(kl_coef=0.5, kl_target=0.1))
+    kl = sum(-t / 10 + t / 20 for i in (0, 1) for t in RESPONSES[i]) / 5
+    assert metrics["actor/ref_kl"] == pytest.approx(kl, rel=1e-5)
+    assert (metrics["actor/kl_coef"], ppo.kl_coef) == (0.5, pytest.approx(0.5 * (1 - 0.1 * 0.2)))
+    assert ppo.step(2)["actor/kl_coef"] == ppo.kl_coef / (1 - 0.1 * 0.2)

@@ -37,6 +37,7 @@ class Script:
     def score(self, requests: Sequence[Any], may_skip_all: bool) -> Scores:
         drawn = [self.scores.pop(0) for _ in requests]
         bad = tuple(value == "x" for value in drawn)
+        assert may_skip_all or not all(bad), "the scorer would end the run"
         return Scores(tuple(0.0 if value == "x" else float(value) for value in drawn), bad, bad, {})
 
     def next_batch(self, number: int) -> list[PromptRow]:
@@ -96,6 +97,11 @@ def test_a_failed_reward_goes_with_its_sample_and_a_group_needs_two_that_count()
     sampled = sampler(Script([1, "x", 0, 1]), 2, 2).sample(1, {})
     assert sampled.learnt == {0, 2, 3}
     assert sampled.batch.batch["response_mask"].any(dim=1).tolist() == [True, False, True, True]
+
+
+def test_a_later_round_may_lose_all_of_its_few_samples() -> None:
+    sampled = sampler(Script([0, 0, 1, 0, "x", "x"]), 2, 2, {"dynamic_sampling_rounds": 2}).sample(1, {})
+    assert sampled.learnt == {2, 3}
 
 
 def test_remax_takes_the_score_of_the_greedy_response_and_leaves_prompts_without_one_out() -> None:

@@ -163,6 +163,10 @@ def test_an_interpolation_that_leads_nowhere_is_refused(errors_of) -> None:
         ("optimizer", "actor.optimizer"),
         ("trainer.total_steps", "trainer.steps"),
         ("algorithm.lam", "algorithm.gae_lambda"),
+        ("algorithm.adv_estimator", "algorithm.advantages"),
+        ("algorithm.clip_ratio_high", "algorithm.clip_range_high"),
+        ("actor.loss_agg_mode", "algorithm.loss_aggregation"),
+        ("algorithm.tis_imp_ratio_cap", "algorithm.importance.cap"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(errors_of, unknown: str, meant: str) -> None:

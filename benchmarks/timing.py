@@ -33,8 +33,11 @@ def contest(contestants: Mapping[str, Callable[[], object]], rounds: int, warm_u
 
 def _common_start() -> float:
     """Return at a moment that all ranks have agreed on."""
+    is_parallel = dist.is_initialized() and dist.get_world_size() > 1
+    if is_parallel:
+        dist.barrier()  # a rank that is still in the turn before would be late, and its lateness count against this one
     start = torch.tensor([time.perf_counter() + LEAD_S], dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if is_parallel:
         dist.broadcast(start, src=0)
     at = float(start)
     time.sleep(max(0.0, at - time.perf_counter()))

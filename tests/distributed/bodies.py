@@ -111,7 +111,9 @@ def gradients(
 ) -> list[Any]:
     """One update of the untouched actor by each algorithm. Returns for each (metrics, pieces of the gradient)."""
     groups = create_role_groups({"actor": layout_for(folder, layout)}, seed=1)["actor"]
-    model = Trainee(load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-30, clip_grad=0.0), "actor")
+    model = Trainee(
+        load_model(folder, groups, layout), groups, how.batching, OptimizerConfig(lr=1e-30, clip_grad=0.0, decay_steps=1), "actor"
+    )
     rows, number = how.rows(groups, batch)
     found = []
     for algorithm in algorithms:

@@ -20,14 +20,14 @@ from megappo.config.resolve import resolve
 from megappo.data.tokenizer import load_tokenizer
 from megappo.observe.metrics import METRICS
 from megappo.rollout.vllm_engine import child_environment
-from tests.e2e.command import ROOT, Ended, Scene
+from tests.e2e.command import ROOT, WITH_OPTIONS, Ended, Scene
 from tests.e2e.reference import check_greedy, check_log_probs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.distributed]
 
 EOS, TOKENIZER_SIZE = 2, 16
 FIELDS = {"sample_id", "prompt_ids", "response_ids", "logprobs", "weight_version", "finish_reason", "reward"}
-FIELDS |= {"reward_parts", "skipped"}
+FIELDS |= {"reward_parts", "skipped", "learnt"}
 ROW_FIELDS = {"row_id", "id", "source", "position"}
 TEXTS = {"prompt", "response", "answer", "temperature"}
 
@@ -71,7 +71,7 @@ def test_one_line_a_step_where_there_is_no_terminal(main_run: Ended) -> None:
 def test_every_step_has_one_row_and_each_key_is_documented(main_run: Ended) -> None:
     assert main_run.column("step") == [1, 2, 3]
     assert [row.keys() - METRICS.keys() for row in main_run.metrics] == [{"step"}] * 3
-    assert METRICS.keys() - main_run.metrics[0].keys() == set()  # nothing is promised that is not there
+    assert METRICS.keys() - main_run.metrics[0].keys() == WITH_OPTIONS  # nothing else is promised that is not there
     assert main_run.column("weights/version") == [1, 2, 3]
 
 

@@ -176,7 +176,8 @@ def test_the_traceback_of_a_failed_import_goes_to_the_log(tmp_path: Path) -> Non
 # -- the end --------------------------------------------------------------------------------------------------------
 
 DRIVER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 from megappo.rewards.call import ScoreRequest
 from megappo.rewards.parts import Part
 from megappo.rewards.pool import RewardPool
@@ -211,7 +212,10 @@ def test_workers_end_with_a_driver_that_is_killed(file: Path, tmp_path: Path, nu
     assert len(running(*workers)) == 2
     time.sleep(0.3)  # the call is under way
     driver.send_signal(number)
-    driver.wait(timeout=10)
+    try:
+        driver.wait(timeout=10)
+    finally:
+        driver.kill()
     deadline = time.monotonic() + 5
     while left := running(*workers):
         assert time.monotonic() < deadline, left

@@ -43,19 +43,16 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8) over valid tokens, 0 at masked places.
+    """(values - mean) / sqrt(variance + 1e-8) over valid tokens, float32, 0 at masked places; no gradient flows through.
 
     The variance is unbiased (divides by count - 1). Always finite: one valid token or constant values give 0.
     """
-    count = mask.count_nonzero()  # many times faster than the sum of a bool tensor
-    if not count:
-        return torch.zeros_like(values, dtype=torch.float32)
-    # From one of the values, so that none is left where they do not vary: rounding would be divided by nearly 0.
-    anchor = values.flatten()[mask.flatten().view(torch.uint8).argmax()].float()
-    offsets = zero_masked(values - anchor, mask)
-    centred = zero_masked(offsets - offsets.sum() / count, mask)
-    variance = centred.square().sum() / (count - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + 1e-8)
+    from megappo.algorithms.whiten_loop import whiten  # numba, which only who whitens needs
+
+    flat = values.detach().float().cpu().contiguous().flatten()
+    white = torch.empty_like(flat)
+    whiten(flat.numpy(), mask.cpu().contiguous().flatten().numpy(), 1e-8, white.numpy())
+    return white.view(values.shape).to(values.device)
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:

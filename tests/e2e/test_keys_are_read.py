@@ -69,7 +69,13 @@ def test_every_key_is_read_by_some_command(scene: Scene, tmp_path: Path) -> None
     )
     scene.run("read", *short, "reward.function=exact_match", parts, program=program)
     hf = ("rollout.engine=hf", "actor.parallel={pp: 1, vpp: 1}")
-    groups = ("algorithm.advantages=grpo", "rollout.n=2", "trainer.batch_size=8", "trainer.steps=1")
+    groups = (
+        "algorithm.advantages=grpo",
+        "algorithm.importance.bound=truncated",
+        "rollout.n=2",
+        "trainer.batch_size=8",
+        "trainer.steps=1",
+    )
     scene.run("read-groups", *hf, *groups, "eval.max_rows=2", program=program)
     scene.run(
         "read-sft",

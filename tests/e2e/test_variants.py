@@ -62,12 +62,14 @@ def test_ranks_that_only_generate_make_the_same_run(scene: Scene, hf_runs: tuple
     """But for the last bits of the engine's own log-probs: transformers pads the prompts of a call to the longest."""
     own = ("rollout.engines=2", "rollout.own_ranks=true")
     run = scene.run("own_ranks", *HF, *own, program=(*TORCHRUN[:4], "4", *TORCHRUN[5:]))
-    of_the_engine = {"rollout/logprob_diff_max", "rollout/logprob_diff_mean"}
+    differences = {"rollout/logprob_diff_max", "rollout/logprob_diff_mean"}
+    of_the_engine = differences | {"rollout/effective_sample_fraction"}
     for row, wanted in zip(run.deterministic_metrics, hf_runs[0].deterministic_metrics, strict=True):
         assert {key: row[key] for key in row.keys() - of_the_engine} == {
             key: wanted[key] for key in wanted.keys() - of_the_engine
         }
-        assert all(row[key] <= 1e-5 for key in of_the_engine)
+        assert all(row[key] <= 1e-5 for key in differences)
+        assert row["rollout/effective_sample_fraction"] == pytest.approx(1, abs=1e-5)
     for step in (1, 2):
         for row, wanted in zip(run.rollouts(step), hf_runs[0].rollouts(step), strict=True):
             assert {**row, "logprobs": None} == {**wanted, "logprobs": None}

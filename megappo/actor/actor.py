@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megappo.actor.columns import update_columns
 from megappo.algorithms.losses import cispo_loss, entropy_loss, gspo_loss, kl_loss, ppo_clip_loss
 from megappo.config.schema import AlgorithmConfig
 from megappo.controller.dispatch import Dispatch, dispatched
@@ -55,20 +56,19 @@ class Actor(Policy):
         and what `Trainee.update` does.
         """
         algorithm = self.algorithm
-        has_kl, is_corrected = algorithm.kl_loss_coef > 0, algorithm.importance.bound != "none"
-        fields: tuple[str, ...] = ("old_log_probs", "advantages", "loss_weight", "share")
-        fields += ("importance",) * is_corrected + ("ref_log_probs",) * has_kl
+        fields = update_columns(algorithm)
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> LossSums:
             log_probs, entropy = self.head.log_probs_and_entropy(output, micro_batch.labels)
             given, mask = micro_batch.fields, micro_batch.mask
             weights = given["loss_weight"]
-            pg_loss, sums = self._policy_loss(log_probs, micro_batch, weights * given["importance"] if is_corrected else weights)
+            corrected = weights * given["importance"] if "importance" in given else weights
+            pg_loss, sums = self._policy_loss(log_probs, micro_batch, corrected)
             if not self.entropy_coef:
                 entropy = entropy.detach()  # only measured: no backward pass through it
             bonus, sums["entropy"] = entropy_loss(entropy, mask, self.entropy_coef, weights)
             total, parts = pg_loss + bonus, {"pg_loss": pg_loss.detach()}
-            if has_kl:
+            if "ref_log_probs" in given:
                 kl = kl_loss(log_probs, given["ref_log_probs"], mask, algorithm.kl_loss, algorithm.kl_loss_coef, weights)
                 total, parts["kl_loss"] = total + kl, kl.detach()
             return LossSums(total, given["share"].sum(), parts, sums)

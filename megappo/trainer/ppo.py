@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megappo.actor.columns import update_columns
 from megappo.algorithms.kl import adaptive_kl_coef
 from megappo.algorithms.masking import masked_mean
 from megappo.algorithms.skip import SkipReason
@@ -19,7 +20,7 @@ from megappo.errors import RunFailed
 from megappo.observe.timing import timed
 from megappo.rollout.engine import RolloutEngine
 from megappo.trainer.learning_signal import add_advantages, add_loss_weights, value_metrics
-from megappo.trainer.passes import Passes
+from megappo.trainer.passes import INPUTS, Passes
 from megappo.trainer.sampling import Sampled, Sampler, describe_samples
 
 Metrics = dict[str, float]
@@ -71,7 +72,7 @@ class PPO:
                     metrics |= self._update("critic", config.critic, batch, ("values", "returns"), step)
             if step > config.critic.warmup_steps:
                 with timed(metrics, "update_actor"):
-                    metrics |= self._update("actor", config.actor, batch, self._actor_columns(), step)
+                    metrics |= self._update("actor", config.actor, batch, update_columns(algorithm), step)
             norm_before, self.parameter_norm = self.parameter_norm, self.workers.call("actor", "parameter_norm")[0]
             metrics["actor/param_norm_delta"] = self.parameter_norm - norm_before
             with timed(metrics, "publish"):
@@ -97,19 +98,14 @@ class PPO:
         totals = {name: sum(rank[name] for rank in ranks) for name in ranks[0] if name.startswith("memory/")}
         return totals | {name: max(rank[name] for rank in ranks) for name in ranks[0].keys() - totals}
 
-    def _actor_columns(self) -> tuple[str, ...]:
-        algorithm = self.config.algorithm
-        columns: tuple[str, ...] = ("old_log_probs", "advantages", "loss_weight", "share")
-        columns += ("importance",) if algorithm.importance.bound != "none" else ()
-        return columns + (("ref_log_probs",) if algorithm.kl_loss_coef > 0 else ())
-
     def _update(self, role: str, section: UpdateConfig, batch: DataProto, columns: tuple[str, ...], step: int) -> Metrics:
         """Epochs of mini-batches, one optimizer step each. Returns the means of their metrics under the role's name, and how many
         were skipped. Raises RunFailed where too many are, one after the other."""
         seen: list[Mapping[str, float]] = []
         num_skipped = 0
         seed = self.config.run.seed * 1_000_003 + step
-        for mini_batch in batch.make_iterator(section.mini_batch_size, section.epochs, seed):
+        learnt = batch.select((*INPUTS, *columns))  # each mini-batch copies its rows, of these alone
+        for mini_batch in learnt.make_iterator(section.mini_batch_size, section.epochs, seed):
             found, reason = self.passes.update(role, mini_batch, columns, step=step)
             if reason is None:
                 self.skips_in_a_row[role] = 0

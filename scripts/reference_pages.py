@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megappo.config import schema
+from megappo.config import schema, schema_learning, schema_models
 from megappo.config.convert import MANDATORY, default_of, is_section_list, is_union, strip_optional
 from megappo.config.schema import Config
 from megappo.observe.metrics import METRICS, NAMED_METRICS
@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 _CONFIG_HEAD = """# Config
 
-<!-- Made by `make docs` from megappo/config/schema.py. Change the docstrings there, then run it again. -->
+<!-- Made by `make docs` from megappo/config/schema*.py. Change the docstrings there, then run it again. -->
 
 A config is a YAML file of these sections; every key can also be given on the command line as `a.b=c`, where the later of two
 wins. Unknown keys and wrong types are refused. Paths are relative to the current directory. `config.resolved.yaml` in the run
@@ -97,7 +97,8 @@ def _default(value: Any) -> str:
 def _attribute_docstrings() -> dict[tuple[str, str], str]:
     """{(class, field): docstring on one line}: Python keeps no docstring of a field, so they are read from the source."""
     found = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    sources = (inspect.getsource(module) for module in (schema, schema_learning, schema_models))
+    for node in (node for source in sources for node in ast.parse(source).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:], strict=False):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 
 # What each family adds to the common sizes. Rotary positions are stretched within the length of the tests' sequences.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

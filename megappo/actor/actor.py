@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megappo.actor.columns import update_columns
 from megappo.algorithms.losses import cispo_loss, entropy_loss, gspo_loss, kl_loss, ppo_clip_loss
-from megappo.config.schema import AlgorithmConfig
+from megappo.config.schema_learning import AlgorithmConfig
 from megappo.controller.dispatch import Dispatch, dispatched
 from megappo.models.microbatch import MicroBatch
 from megappo.models.pipeline_model import Batch, LossSums, PipelineModel, Trainee

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.config.schema import AlgorithmConfig
+from megappo.config.schema_learning import AlgorithmConfig
 
 
 def update_columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megappo.checkpoint.format import read_manifest
 from megappo.config.resolve import Command, uses_critic
-from megappo.config.schema import Config, RewardConfig
+from megappo.config.schema import Config
+from megappo.config.schema_learning import RewardConfig
 from megappo.data.sources import source_kind, source_list
 from megappo.data.tasks import TASK_PREFIX
 from megappo.errors import UserError

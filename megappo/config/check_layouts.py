@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megappo.config.schema import Config, ParallelConfig
+from megappo.config.schema import Config
+from megappo.config.schema_models import ParallelConfig
 from megappo.errors import UserError
 from megappo.models.shape import ModelShape
 from megappo.parallel_state.layout import ParallelLayout

@@ -7,7 +7,8 @@ from operator import attrgetter
 
 from megappo.config.check_algorithm import algorithm_problems
 from megappo.config.resolve import Command, uses_critic
-from megappo.config.schema import Config, SftConfig, UpdateConfig
+from megappo.config.schema import Config, SftConfig
+from megappo.config.schema_models import UpdateConfig
 
 _Range = tuple[str, Callable[[float], bool], tuple[str, ...]]
 

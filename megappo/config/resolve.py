@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from megappo.config.schema import AlgorithmConfig, Config, UpdateConfig
+from megappo.config.schema import Config
+from megappo.config.schema_learning import AlgorithmConfig
+from megappo.config.schema_models import UpdateConfig
 from megappo.models.shape import checkpoint_folder, hf_files
 
 Command = Literal["train", "sft", "eval", "import"]

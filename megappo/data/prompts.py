@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megappo.config.schema import DataConfig
+from megappo.config.schema_learning import DataConfig
 from megappo.data.sources import source_list, source_rows
 from megappo.data.tokenizer import Tokenizer, encode_prompt
 from megappo.errors import UserError

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megappo.config.schema import DataConfig
+from megappo.config.schema_learning import DataConfig
 from megappo.data.tasks import TASK_PREFIX, task_rows
 from megappo.errors import UserError
 

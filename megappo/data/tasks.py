@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megappo.config.schema import DataConfig
+from megappo.config.schema_learning import DataConfig
 from megappo.errors import UserError
 
 TASK_PREFIX = "reasoning_gym:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 
 
 def lr_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig) -> OptimizerParamScheduler:

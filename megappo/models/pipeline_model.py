@@ -20,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
 from megappo.algorithms.skip import SkipReason, skip_flags, skip_reason
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.errors import RunFailed
 from megappo.models.gpt import GPTChunk
 from megappo.models.lr_schedule import lr_scheduler

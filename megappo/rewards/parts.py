@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.config.schema import RewardConfig
+from megappo.config.schema_learning import RewardConfig
 from megappo.rewards.functions import IN_DRIVER
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from megappo.config.schema import RewardConfig
+from megappo.config.schema_learning import RewardConfig
 from megappo.errors import RunFailed
 from megappo.rewards.call import Outcome, ScoreRequest, call_reward
 from megappo.rewards.functions import BUILTIN

@@ -23,7 +23,7 @@ from megappo.algorithms.outcome_advantages import (
     rloo_advantages,
 )
 from megappo.algorithms.reward_shaping import overlong_penalty
-from megappo.config.schema import AlgorithmConfig, RewardConfig
+from megappo.config.schema_learning import AlgorithmConfig, RewardConfig
 from megappo.data.proto import DataProto
 
 Metrics = dict[str, float]

@@ -9,7 +9,7 @@ import torch
 
 from megappo.algorithms.skip import SkipReason
 from megappo.config.check import Plan
-from megappo.config.schema import UpdateConfig
+from megappo.config.schema_models import UpdateConfig
 from megappo.controller.worker import WorkerGroup
 from megappo.data.balance import Costs, sequence_flops
 from megappo.data.packing import plan_batch

@@ -13,7 +13,7 @@ from megappo.algorithms.masking import masked_mean
 from megappo.algorithms.skip import SkipReason
 from megappo.config.check import Plan
 from megappo.config.resolve import uses_critic
-from megappo.config.schema import UpdateConfig
+from megappo.config.schema_models import UpdateConfig
 from megappo.controller.worker import WorkerGroup
 from megappo.data.proto import DataProto
 from megappo.errors import RunFailed

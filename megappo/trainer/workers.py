@@ -12,7 +12,7 @@ from megappo.actor.actor import Actor, Policy
 from megappo.checkpoint.load import load_weights
 from megappo.checkpoint.save import Savable
 from megappo.config.check import Plan
-from megappo.config.schema import UpdateConfig
+from megappo.config.schema_models import UpdateConfig
 from megappo.controller.colocate import ColocatedWorker, create_colocated_worker
 from megappo.critic.critic import Critic
 from megappo.models.fresh import fill_fresh

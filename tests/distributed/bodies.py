@@ -10,7 +10,8 @@ import torch
 from megappo.actor.actor import Actor, Policy
 from megappo.algorithms.aggregation import loss_weights
 from megappo.checkpoint.load import load_weights
-from megappo.config.schema import AlgorithmConfig, OptimizerConfig
+from megappo.config.schema_learning import AlgorithmConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.critic.critic import Critic
 from megappo.models.families import shape_of
 from megappo.models.gpt import DTYPES, GPTChunk, build_chunks

@@ -22,7 +22,7 @@ from megappo.checkpoint.convert import convert, export_model, import_dtypes, imp
 from megappo.checkpoint.load import load_model, load_weights
 from megappo.checkpoint.save import Savable, save_model, save_step
 from megappo.checkpoint.source import hf_tensors
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.errors import RunFailed, UserError
 from megappo.models.families import shape_of
 from megappo.models.gpt import DTYPES, GPTChunk, build_chunks

@@ -11,7 +11,7 @@ import torch
 
 from megappo.actor.actor import Actor, Policy
 from megappo.checkpoint.load import load_weights
-from megappo.config.schema import AlgorithmConfig
+from megappo.config.schema_learning import AlgorithmConfig
 from megappo.errors import RunFailed
 from megappo.models.microbatch import MicroBatching
 from megappo.models.pipeline_model import PipelineModel, Trainee

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megappo.actor.actor import Actor
-from megappo.config.schema import AlgorithmConfig, OptimizerConfig
+from megappo.config.schema_learning import AlgorithmConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.models.pipeline_model import Trainee
 from megappo.parallel_state.groups import create_role_groups
 from megappo.parallel_state.layout import ParallelLayout

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.models import hidden_log_probs
 from megappo.models.microbatch import MicroBatch
 from megappo.models.pipeline_model import LossSums, Trainee

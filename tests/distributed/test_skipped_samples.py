@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.data.packing import BatchPlan
 from tests.distributed import bodies
 from tests.distributed.test_parity import joined, world

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megappo.actor.actor import Actor
-from megappo.config.schema import AlgorithmConfig, OptimizerConfig
+from megappo.config.schema_learning import AlgorithmConfig
+from megappo.config.schema_models import OptimizerConfig
 from megappo.models.microbatch import MicroBatch
 from megappo.models.pipeline_model import LossSums, Trainee
 from megappo.parallel_state.groups import create_role_groups

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megappo.config.schema import AlgorithmConfig, ImportanceConfig
+from megappo.config.schema_learning import AlgorithmConfig, ImportanceConfig
 from megappo.data.packing import BatchPlan
 from tests.distributed import bodies
 from tests.distributed.test_parity import world

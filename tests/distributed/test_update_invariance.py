@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import OptimizerConfig
+from megappo.config.schema_models import OptimizerConfig
 from tests.distributed import bodies
 from tests.distributed.test_parity import world
 from tests.distributed.ways import Way

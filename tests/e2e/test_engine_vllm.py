@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from megappo.config.schema import Config, RolloutConfig, WeightsConfig
+from megappo.config.schema_models import ModelConfig
 from megappo.errors import RunFailed, UserError
 from megappo.pp_weights.assemble import deliver
 from megappo.pp_weights.buffer import WeightBuffer, weight_buffer_meta

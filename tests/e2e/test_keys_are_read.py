@@ -8,7 +8,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megappo.config import schema
+from megappo.config import schema, schema_learning, schema_models
 from tests.e2e.command import Scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.distributed, pytest.mark.vllm]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.distributed, pytes
 RECORDING = """
 import os, sys
 from dataclasses import is_dataclass
-from megappo.config import schema
+from megappo.config import schema, schema_learning, schema_models
 
 file, *sys.argv[1:] = sys.argv[1:]
 notes = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -36,7 +36,7 @@ def recording(cls):
         return plain(self, name)
     cls.__getattribute__ = read
 
-for item in vars(schema).values():
+for item in [item for module in (schema, schema_learning, schema_models) for item in vars(module).values()]:
     if is_dataclass(item) and "__getattribute__" not in vars(item):
         recording(item)
 
@@ -51,7 +51,8 @@ DECIDED_BY_THE_CHECKS = {  # read where the config is checked or resolved, which
 
 def all_fields() -> set[str]:
     """Class.field of every leaf of the schema; a class that extends another has the inherited fields, too."""
-    sections = [item for item in vars(schema).values() if is_dataclass(item) and item not in (schema.Config, schema.UpdateConfig)]
+    items = {item for module in (schema, schema_learning, schema_models) for item in vars(module).values() if is_dataclass(item)}
+    sections = items - {schema.Config, schema_models.UpdateConfig}
     return {f"{section.__name__}.{field.name}" for section in sections for field in fields(section)} & {
         f"{section.__name__}.{name}" for section in sections for name in get_type_hints(section)
     }

@@ -12,7 +12,8 @@ from megappo.config.convert import all_keys
 from megappo.config.load import dump_config, load_config
 from megappo.config.nearest import nearest_key
 from megappo.config.resolve import resolve
-from megappo.config.schema import Config, RewardPart
+from megappo.config.schema import Config
+from megappo.config.schema_learning import RewardPart
 from megappo.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

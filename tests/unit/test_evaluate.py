@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megappo.config.schema import Config, EvalConfig, RewardConfig, RolloutConfig
+from megappo.config.schema import Config, EvalConfig, RolloutConfig
+from megappo.config.schema_learning import RewardConfig
 from megappo.data.prompts import PromptRow
 from megappo.data.tokenizer import load_tokenizer
 from megappo.pp_weights.assemble import deliver

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megappo.config.resolve import resolve
-from megappo.config.schema import AlgorithmConfig, Config, ImportanceConfig, RewardConfig
+from megappo.config.schema import Config
+from megappo.config.schema_learning import AlgorithmConfig, ImportanceConfig, RewardConfig
 from megappo.data.proto import DataProto
 from megappo.trainer.learning_signal import add_advantages, add_loss_weights, less_overlong
 

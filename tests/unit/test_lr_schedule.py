@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megappo.config.resolve import resolve
-from megappo.config.schema import ActorConfig, Config, OptimizerConfig, TrainerConfig
+from megappo.config.schema import Config, TrainerConfig
+from megappo.config.schema_models import ActorConfig, OptimizerConfig
 from megappo.models.lr_schedule import lr_scheduler
 
 PLAN: dict[str, Any] = {"lr": 1.0, "min_lr_ratio": 0.1, "warmup_steps": 4, "decay_steps": 12}

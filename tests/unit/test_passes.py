@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megappo.config.check import Plan
-from megappo.config.schema import ActorConfig, Config, CriticConfig
+from megappo.config.schema import Config
+from megappo.config.schema_models import ActorConfig, CriticConfig
 from megappo.controller.dispatch import split_rows
 from megappo.data.packing import plan_batch
 from megappo.data.proto import DataProto

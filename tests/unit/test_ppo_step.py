@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megappo.config.check import Plan
 from megappo.config.resolve import resolve
-from megappo.config.schema import ActorConfig, AlgorithmConfig, Config, CriticConfig, ImportanceConfig, TrainerConfig
+from megappo.config.schema import Config, TrainerConfig
+from megappo.config.schema_learning import AlgorithmConfig, ImportanceConfig
+from megappo.config.schema_models import ActorConfig, CriticConfig
 from megappo.data.prompts import PromptRow
 from megappo.errors import RunFailed
 from megappo.parallel_state.layout import ParallelLayout

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import DataConfig
+from megappo.config.schema_learning import DataConfig
 from megappo.data.prompts import PromptRow, load_prompts
 from megappo.data.stream import PromptStream
 from megappo.data.tokenizer import Message

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.schema import DataConfig, RewardConfig, RewardPart
+from megappo.config.schema_learning import DataConfig, RewardConfig, RewardPart
 from megappo.data.tasks import task_rows
 from megappo.errors import UserError
 from megappo.rewards.functions import BUILTIN, exact_match, last_number, math, reasoning_gym

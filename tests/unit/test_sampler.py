@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megappo.config.resolve import resolve
-from megappo.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig, TrainerConfig
+from megappo.config.schema import Config, RolloutConfig, TrainerConfig
+from megappo.config.schema_learning import AlgorithmConfig, RewardConfig
 from megappo.data.prompts import PromptRow
 from megappo.rewards.score import Scores
 from megappo.rollout.engine import Completion, SamplingParams

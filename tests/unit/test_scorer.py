@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import DataConfig, RewardConfig, RewardPart
+from megappo.config.schema_learning import DataConfig, RewardConfig, RewardPart
 from megappo.data.tasks import task_rows
 from megappo.errors import RunFailed, UserError
 from megappo.rewards.call import call_reward

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import DataConfig
+from megappo.config.schema_learning import DataConfig
 from megappo.data.sources import source_kind, source_rows
 from megappo.errors import UserError
 
